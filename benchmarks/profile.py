@@ -79,8 +79,8 @@ _BY_KERNEL = (
     ("elementwise", r"^triton_(poi|per|red)_"),
 )
 _MATRIX = (
-    r"conv2d|conv_(rows|one_row|tiles|resident|bare|once|split|early|narrow|parity)|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet"
-    r"|splitK|cublas|^triton_tem_"
+    r"conv2d|conv_(one_row|tile_mma|stationary|unfused|single_tile|split|early|narrow|parity)"
+    r"|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet|splitK|cublas|^triton_tem_"
 )
 _BUILDERS = {
     "train": (build_step, PROVIDERS),

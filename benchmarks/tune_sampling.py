@@ -5,7 +5,7 @@
     model=unet64        configs/model
     size=64             pixels
     batch=1,16,64       images
-    only=               kernels by the first word of their entries, e.g. conv_meeting; default all
+    only=               kernels by the first word of their entries, e.g. conv_norm; default all
     processes=12        that compile side by side
     out=                the table; default: the user's cache for this GPU, torch and triton
 

@@ -25,7 +25,7 @@ _FAMILIES = {
         "conv_forward",
         "conv_few",
         "conv_means",
-        "conv_meeting",
+        "conv_norm_grid_sync",
         "conv_norm",
         "norm_conv",
         "norm_conv_of_two",
@@ -141,7 +141,7 @@ def work_of(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Work
         moved += round(x.nbytes * used)
     if name == "conv_split":
         moved += args[0].shape[:3].numel() * len(args[1]) * args[0].itemsize
-    elif name == "norm_whole" and isinstance(args[0], Tensor):
+    elif name == "norm_single_cta" and isinstance(args[0], Tensor):
         moved += result[0].nbytes  # the other is what was given
     else:
         moved += sum(x.nbytes for x in _tensors(result))

@@ -27,7 +27,7 @@ from .attention import (
 from .attention.projected import PROJECTED, projected_attention
 from .conv.conv_avg_pool import CONV_MEANS, conv_means
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
-from .conv.conv_norm_grid_sync import CONV_MEETING, conv_meeting
+from .conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
 from .conv.few import conv_few
 from .conv.fused import (
     conv_forward,
@@ -60,7 +60,7 @@ from .norm.activation_grad import activation_grad
 from .norm.from_partials import SMALL_NORM, norm_of_sums, norm_of_sums_upsampled
 from .norm.inline_statistics import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
 from .norm.passes import apply, apply_upsampled, norm_dx
-from .norm.single_cta import NORM_WHOLE, norm_whole, resample_parts, sum_parts
+from .norm.single_cta import NORM_SINGLE_CTA, norm_single_cta, resample_parts, sum_parts
 from .norm.tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .reductions.column_sum import column_rows
 from .reductions.row_sums import RowSums
@@ -88,7 +88,7 @@ __all__ = [
     "conv_forward",
     "conv_input_grad",
     "conv_means",
-    "conv_meeting",
+    "conv_norm_grid_sync",
     "conv_norm",
     "conv_of_upsampled",
     "conv_of_upsampled_input_grad",
@@ -115,7 +115,7 @@ __all__ = [
     "norm_of_sums",
     "norm_of_sums_upsampled",
     "norm_table",
-    "norm_whole",
+    "norm_single_cta",
     "pad_channels",
     "project",
     "projected_attention",
@@ -135,12 +135,12 @@ OPS = {
     op.name: op
     for op in (
         CONV_MEANS,
-        CONV_MEETING,
+        CONV_NORM_GRID_SYNC,
         CONV_NORM,
         CONV_SPLIT,
         NORM_CONV,
         NORM_LINEAR,
-        NORM_WHOLE,
+        NORM_SINGLE_CTA,
         PROJECTED,
         UPSAMPLED,
         UPSAMPLED_GRAD,

@@ -19,9 +19,9 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("_conv2d_gather_kernel", "_Conv2dBackward", "conv dgrad"),
         ("_conv2d_wgrad_tma_kernel", "_Conv2dBackward", "conv wgrad"),
         ("_column_sum_kernel", "_Conv2dBackward", "conv wgrad"),
-        ("_group_norm_resident_bwd_kernel", "_GroupNormBackward", "norm"),
+        ("_group_norm_single_program_bwd_kernel", "_GroupNormBackward", "norm"),
         ("_skip_dx_kernel", "_PlannedBackward", "norm"),
-        ("norm_apply_folded_kernel", "_Planned", "norm"),
+        ("norm_apply_inline_kernel", "_Planned", "norm"),
         ("_activation_grad_kernel", "_PlannedBackward", "norm"),
         ("_pad_channels_kernel", "_Planned", "elementwise"),
         ("_adamw_kernel", "", "optimizer"),
@@ -45,18 +45,18 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("triton_poi_fused_add_convolution_7", "", "elementwise"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel", "", "optimizer"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "", "attention"),
-        ("conv_tiles_kernel", "_Planned", "conv fwd"),
-        ("conv_bare_points_kernel", "_PlannedBackward", "conv dgrad"),
-        ("conv_narrow_out_kernel", "_Planned", "conv fwd"),
+        ("conv_tile_mma_kernel", "_Planned", "conv fwd"),
+        ("conv_unfused_pointwise_kernel", "_PlannedBackward", "conv dgrad"),
+        ("conv_narrow_output_kernel", "_Planned", "conv fwd"),
         ("_sum_two_kernel", "_PlannedBackward", "conv wgrad"),
         ("_stride2_fwd_kernel", "_Planned", "conv fwd"),
         ("conv_early_kernel", "", "conv fwd"),
         ("conv_one_row_kernel", "", "conv fwd"),
         ("_qkv_attention_kernel", "", "attention"),
         ("_conv_split_kernel", "", "conv fwd"),
-        ("conv_once_kernel", "", "conv fwd"),
+        ("conv_single_tile_kernel", "", "conv fwd"),
         ("sum_parts_kernel", "", "norm"),
-        ("norm_whole_kernel", "", "norm"),
+        ("norm_single_cta_kernel", "", "norm"),
         ("resample_parts_kernel", "", "resample"),
         ("_pool_partials_kernel", "", "resample"),
         ("_begin_step_kernel", "", "elementwise"),
@@ -121,8 +121,8 @@ def test_work_of_sampling():
     split = SplitConv(parts, (2, 4, 4, 16), torch.float16, bias)
     a = torch.zeros(2, 4, 4, 16).half()
     rest = (None, 4, None, None, 1e-5, "silu")
-    assert work.work_of("norm_whole", (split, *rest), {}, (a, a)).bytes == 3 * 1024 + 64
-    assert work.work_of("norm_whole", (a, *rest), {}, (a, a)).bytes == 2 * 1024
+    assert work.work_of("norm_single_cta", (split, *rest), {}, (a, a)).bytes == 3 * 1024 + 64
+    assert work.work_of("norm_single_cta", (a, *rest), {}, (a, a)).bytes == 2 * 1024
     with work.noted_work() as calls:
         fused_ops.avg_pool(torch.ones(1, 2, 2, 8))
     assert [(call.family, call.bytes) for call in calls] == [("resample", 4 * 8 * 5)]

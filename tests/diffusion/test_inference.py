@@ -36,7 +36,7 @@ CALLS = (
     "norm_linear_few",
     "norm_of_sums",
     "norm_table",
-    "norm_whole",
+    "norm_single_cta",
     "projected_attention",
     "resample_parts",
     "sum_parts",
@@ -107,7 +107,7 @@ def test_every_way_of_a_norm_is_taken(calls):
     assert all(calls[name] for name in CALLS), calls
 
 
-@pytest.mark.parametrize("op", ["conv_norm", "conv_meeting"])
+@pytest.mark.parametrize("op", ["conv_norm", "conv_norm_grid_sync"])
 @pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])
 def test_norms_in_the_launch_of_a_convolution(name, op, monkeypatch):
     """In one tile, or in tiles that meet in memory which is zero."""
@@ -116,7 +116,7 @@ def test_norms_in_the_launch_of_a_convolution(name, op, monkeypatch):
     def once(*args, **kwargs):
         kept.append(args[3].keep)
         beside.append(kwargs.get("x2") is not None)
-        if op == "conv_meeting":
+        if op == "conv_norm_grid_sync":
             words = kwargs["zeros"](24, args[0].device)
             assert words.is_meta or not words.any()  # the plan asks how many there are
             words.fill_(1)

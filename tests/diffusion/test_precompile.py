@@ -30,7 +30,7 @@ def test_a_rehearsal():
     )
     found = json.loads(said.stdout)
     kernels = Counter(found["train"])
-    assert kernels["conv_forward_kernel"] + kernels["conv_tiles_kernel"] >= 4  # by shape
+    assert kernels["conv_forward_kernel"] + kernels["conv_tile_mma_kernel"] >= 4  # by shape
     assert {"_q_sample_kernel", "denoise_loss_bwd_kernel", "_adamw_kernel"} <= set(kernels)
     assert {"_normal_kernel", "_begin_step_kernel", "_denoise_step_kernel"} <= set(found["draw"])
     assert {"conv1d_stage_kernel", "_denoise_step_kernel"} <= set(found["act"])

@@ -8,9 +8,7 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
-from triton_kernels.conv.plain import fp16_split as conv_halves
-from triton_kernels.conv.plain import im2col_fwd as conv_columns_fwd
-from triton_kernels.conv.plain import transpose_weights as conv_turn
+from triton_kernels.conv.plain import fp16_split, im2col_fwd, transpose_weights
 from triton_kernels.reductions import column_sum
 
 from .poison import poison_outputs
@@ -210,4 +208,4 @@ def check_each(name: str, got, shape: Shape, data, precision: str) -> float:
 @pytest.fixture
 def poison(monkeypatch):
     """Memory that a kernel forgets to write holds NaN."""
-    poison_outputs(monkeypatch, conv, column_sum, conv_columns_fwd, conv_halves, conv_turn)
+    poison_outputs(monkeypatch, conv, column_sum, im2col_fwd, fp16_split, transpose_weights)

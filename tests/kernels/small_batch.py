@@ -22,10 +22,10 @@ from triton_kernels.norm import (
     image_table as norm_image_table,
 )
 from triton_kernels.norm import (
-    single_cta as norm_whole,
+    single_cta as norm_single_cta,
 )
 from triton_kernels.norm import (
-    small_batch as norm_few,
+    small_batch as norm_small_batch,
 )
 from triton_kernels.norm import (
     tables as norm_tables,
@@ -45,12 +45,12 @@ MODULES = (
     conv_early,
     conv_one_row,
     conv_split,
-    norm_few,
+    norm_small_batch,
     norm_image_table,
     norm_linear_few,
     norm_of_sums,
     norm_tables,
-    norm_whole,
+    norm_single_cta,
     qkv_attention,
 )
 

@@ -175,7 +175,7 @@ ptxas info    : Used 168 registers, used 1 barriers, 24 bytes cumulative stack s
 
 
 def test_what_lies_where_tma_still_reads():
-    """As `conv_once` had it, whose norm was written over its result."""
+    """As `conv_single_tile` had it, whose norm was written over its result."""
     alloc = "{} = ttg.local_alloc {{allocation.offset = {} : i32}} : () -> !ttg.memdesc<64x64xbf16>"
     stage, over, beside = (
         alloc.format(*place) for place in (("%stage", 0), ("%a_buf", 8191), ("%a_buf", 8192))

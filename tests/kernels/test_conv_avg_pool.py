@@ -9,8 +9,8 @@ from triton_kernels.conv.conv_avg_pool import CONV_MEANS, conv_means
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import row_mma as gluon_rows
-from triton_kernels.conv.hopper import tile_mma as gluon_tiles
-from triton_kernels.conv.hopper.single_tile import conv_once
+from triton_kernels.conv.hopper import tile_mma
+from triton_kernels.conv.hopper.single_tile import conv_single_tile
 from triton_kernels.conv.norm_conv import norm_conv
 from triton_kernels.registry.chips import chip
 from triton_kernels.resample.op import gather
@@ -22,7 +22,7 @@ from .test_conv_fused import Shape, extra_case, forward_case, relative
 from .test_conv_hopper import gpu, repeatedly
 from .test_norm_conv import sums_of, use_form
 
-CONFIGS = list(gluon_tiles.TILES)
+CONFIGS = list(tile_mma.TILES)
 SHAPES = {
     "images of several programs": Shape(3, 32, 32, 64, 128),
     "many tiles": Shape(37, 32, 32, 128, 128),
@@ -69,7 +69,7 @@ class TestGpu:
         if count:
             extra = extra_case(shape, 128, 64, dtype, device)[:count]
             terms = {"extra": extra, "extra_bias": torch.randn(shape.co, device=device)}
-        if config is not None and not gluon_tiles.makes_means(config, shape.h, shape.w):
+        if config is not None and not tile_mma.makes_means(config, shape.h, shape.w):
             pytest.skip("a tile of several images")
         spec = forward_spec(x, weight, extra=[other for other, _ in terms.get("extra", ())])
         assert CONV_MEANS.refuse(spec, describe(device)) is None
@@ -98,7 +98,7 @@ class TestGpu:
         x, weight, bias, _, residual = forward_case(shape, dtype, device)
         residual = None if alone else residual
         assert CONV_MEANS.refuse(forward_spec(x, weight), describe(device)) is None
-        exact = conv_once(x, weight, bias, residual=residual, stats=True)
+        exact = conv_single_tile(x, weight, bias, residual=residual, stats=True)
 
         def check():
             y, sums, means = conv_means(x, weight, bias, residual=residual)

@@ -9,8 +9,7 @@ import torch
 
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.configs import WgradOperands
-from triton_kernels.conv.hopper import fp16_split_wgrad as half_wgrad
-from triton_kernels.conv.hopper import mma_wgrad
+from triton_kernels.conv.hopper import fp16_split_wgrad, mma_wgrad
 from triton_kernels.conv.plain import gather as conv_gather
 from triton_kernels.conv.plain import pointwise_wgrad, tma_boxes
 from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
@@ -266,11 +265,11 @@ HALVES = {
 def test_halves_repeatedly(name, precision, monkeypatch, device):
     shape = HALVES[name]
     x, weight, _, dy = make(shape, torch.float32, device)
-    if reason := refused(half_wgrad, shape, precision, device):
+    if reason := refused(fp16_split_wgrad, shape, precision, device):
         pytest.skip(reason)
     tf32 = precision == "tf32"
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", tf32)
-    config = half_wgrad.TILE
+    config = fp16_split_wgrad.TILE
     check_weight_grad(shape, precision, config, device, times=10)
     exact = conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, config)
     for one, other in ((2.0**-70, 2.0**60), (2.0**90, 2.0**-100)):  # the same bits times 2^-10
@@ -288,7 +287,7 @@ def test_halves_repeatedly(name, precision, monkeypatch, device):
     for splits in (1, 2, 5):  # tiles may be fewer
         parts = x.new_full((splits, weight.numel()), float("nan"))
         operands = WgradOperands(x, dy, weight, parts, 1, (1, 1), "tf32" if tf32 else "ieee")
-        half_wgrad.launch_half(half_wgrad.TILE, splits, operands)
+        fp16_split_wgrad.launch_half(fp16_split_wgrad.TILE, splits, operands)
         got = parts.sum(0).as_strided(weight.shape, weight.stride())
         assert relative(got, exact.double()) < budget
 
@@ -301,11 +300,11 @@ def test_halves_of_channels_that_are_not_finite(precision, device):
     """A channel of zeros, of infinities, of NaNs: all others have the bits that they would have."""
     shape, tf32 = HALVES["16x16"], precision == "tf32"
     x, weight, _, dy = make(shape, torch.float32, device)
-    if reason := refused(half_wgrad, shape, precision, device):
+    if reason := refused(fp16_split_wgrad, shape, precision, device):
         pytest.skip(reason)
 
     def gradient(x, dy):
-        return conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, half_wgrad.TILE)
+        return conv._conv2d_wgrad(x, dy, weight, 1, (1, 1), tf32, fp16_split_wgrad.TILE)
 
     finite = gradient(x, dy)
     x[..., 7], x[..., 70], x[3, 2, 1, 130], dy[..., 9] = 0, float("inf"), float("nan"), 0
@@ -324,7 +323,7 @@ def test_halves_of_channels_that_are_not_finite(precision, device):
 
 BY_CHANNEL = [
     *(("weight gradient", c) for c in mma_wgrad.TILES),
-    ("weight gradient", half_wgrad.TILE),
+    ("weight gradient", fp16_split_wgrad.TILE),
     *(("forward", c) for c in conv_tf32x3.FWD_CONFIGS),
     *(("input gradient", c) for c in conv_tf32x3.FWD_CONFIGS),
 ]
@@ -342,8 +341,8 @@ def test_a_scale_a_channel_by_every_config(which, config, precision, device):
     if which != "weight gradient":
         if tf32:
             pytest.skip("float32 alone")
-    elif config == half_wgrad.TILE:
-        if reason := refused(half_wgrad, shape, precision, device):
+    elif config == fp16_split_wgrad.TILE:
+        if reason := refused(fp16_split_wgrad, shape, precision, device):
             pytest.skip(reason)
     else:
         skip_unless_mma_takes(config, shape, precision, device)
@@ -354,7 +353,7 @@ def test_a_scale_a_channel_by_every_config(which, config, precision, device):
 
 def test_halves_need_a_hopper_gpu():
     for shape in HALVES.values():
-        assert refused(half_wgrad, shape, "fp32", torch.device("cpu"))
+        assert refused(fp16_split_wgrad, shape, "fp32", torch.device("cpu"))
 
 
 def spec_of(shape: Shape, precision: str, device):

@@ -6,9 +6,8 @@ import torch.nn.functional as F
 
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
-from triton_kernels.conv.plain import fp16_split as conv_halves
+from triton_kernels.conv.plain import fp16_split, im2col_wgrad
 from triton_kernels.conv.plain import gather as conv_gather
-from triton_kernels.conv.plain import im2col_wgrad as conv_columns_wgrad
 from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
 from triton_kernels.conv.plain import tma as conv_tma
 from triton_kernels.conv.weight_grad import weight_grad_spec
@@ -129,7 +128,7 @@ def test_columns(name, device):
     shape = COLUMNS[name]
     x, weight, _, dy = make(shape, torch.float32, device)
     padding = padding_of(shape)
-    got = conv_columns_wgrad.to_columns(x, dy, weight, shape.stride, padding)
+    got = im2col_wgrad.to_columns(x, dy, weight, shape.stride, padding)
     patches = F.unfold(x.permute(0, 3, 1, 2), shape.kernel, 1, padding, shape.stride)
     taps = shape.kernel[0] * shape.kernel[1]
     patches = patches.view(shape.n, shape.ci, taps, -1).permute(0, 3, 2, 1).flatten(2)
@@ -158,7 +157,7 @@ def test_halves(of_x, of_dy, spread, parts, device):
     x[..., 6], x[..., 7] = 2 - 2.0**-20, 4 - 2.0**-9  # rounded to a float16 number they are 2, 4
     x[..., 5], dy[..., 3] = 0, float("nan")  # channels without a finite number but zero
     x[0, 0, 0, 0], dy[-1, -1, -1, -1] = float("-inf"), float("nan")  # no more than these
-    *halves, factors = conv_halves.in_halves(x, dy, parts)
+    *halves, factors = fp16_split.in_halves(x, dy, parts)
     (a, b), ci = (half.double().sum(0) for half in halves), x.shape[3]
     assert a[0, 0, 0, 0] == float("-inf") or a[0, 0, 0, 0].isnan()
     assert b[-1, -1, -1, -1].isnan() and b[..., 3].isnan().all() and not a[..., 5].any()
@@ -188,11 +187,11 @@ def test_halves(of_x, of_dy, spread, parts, device):
 def test_weight_gradient_of_columns(name, device, monkeypatch):
     shape = {**COLUMNS, "64x64": Shape(33, 64, 64, 3, 64)}[name]
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(conv_columns_wgrad, "_FEWEST_PIXELS", 0)
+    monkeypatch.setattr(im2col_wgrad, "_FEWEST_PIXELS", 0)
     data = make(shape, torch.float32, device)
     x, weight, _, dy = data
     spec = weight_grad_spec(x, dy, weight, shape.stride, padding_of(shape), "ieee")
-    if reason := conv_columns_wgrad.refuse(spec, describe(device)):
+    if reason := im2col_wgrad.refuse(spec, describe(device)):
         pytest.skip(reason)
     exact, low = (results[2] for results in references(shape, *data))
     first = conv._conv2d_wgrad(x, dy, weight, shape.stride, padding_of(shape), False)

@@ -9,8 +9,7 @@ from triton_kernels.conv import conv_norm as fused_conv_norm
 from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
-from triton_kernels.conv.hopper import single_tile as once
-from triton_kernels.conv.hopper import tile_mma as gluon_tiles
+from triton_kernels.conv.hopper import single_tile, tile_mma
 from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import describe
 
@@ -19,7 +18,7 @@ from .poison import poison_outputs
 from .test_conv_fused import ROUNDING, Shape, check_stats, extra_case, forward_case, relative
 from .test_conv_hopper import gpu, repeatedly
 
-CONFIGS = list(gluon_tiles.TILES)
+CONFIGS = list(tile_mma.TILES)
 SHAPES = {
     "a tile": Shape(1, 8, 8, 64, 64),
     "8x8": Shape(135, 8, 8, 256, 192),
@@ -37,7 +36,7 @@ POINTS = {
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    poison_outputs(monkeypatch, once, fused_conv_norm)
+    poison_outputs(monkeypatch, single_tile, fused_conv_norm)
 
 
 def check_norm(
@@ -148,7 +147,7 @@ class TestGpu:
         residual = forward_case(shape, dtype, device)[4]
         given = shape, channels, dtype, device
         terms = {"residual": residual}
-        plain = lambda *args: once.conv_once(*args, **terms)[0]  # noqa: E731
+        plain = lambda *args: single_tile.conv_single_tile(*args, **terms)[0]  # noqa: E731
         check_norm(*given, plain, terms, keep, offset=offset, second=second)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -156,19 +155,21 @@ class TestGpu:
     @pytest.mark.parametrize("name", POINTS)
     def test_1x1_and_its_sums(self, name, with_residual, dtype, device):
         x, weight, bias, _, residual = forward_case(POINTS[name], dtype, device)
-        assert once.refuse(forward_spec(x, weight), describe(device)) is None
+        assert single_tile.refuse(forward_spec(x, weight), describe(device)) is None
         exact = reference.conv2d(x.double(), weight.double(), bias.double())
         exact = exact + residual.double() if with_residual else exact
         residual = residual if with_residual else None
 
         def check():
-            y, partials = once.conv_once(x, weight, bias, residual=residual, stats=True)
+            y, partials = single_tile.conv_single_tile(
+                x, weight, bias, residual=residual, stats=True
+            )
             assert relative(y, exact) <= ROUNDING[dtype] + 1e-5
             check_stats(y, partials)
             return y, partials
 
         repeatedly(check)
-        y, none = once.conv_once(x, weight, bias, residual=residual)
+        y, none = single_tile.conv_single_tile(x, weight, bias, residual=residual)
         assert none is None and torch.equal(y, check()[0])
 
     def test_an_empty_batch(self, device):

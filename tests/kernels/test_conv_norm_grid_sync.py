@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.conv import conv_norm_grid_sync as fused_conv_meeting
+from triton_kernels.conv import conv_norm_grid_sync as conv_norm_grid_sync_module
 from triton_kernels.conv.conv_norm import NextNorm
-from triton_kernels.conv.conv_norm_grid_sync import CONV_MEETING, conv_meeting
+from triton_kernels.conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
-from triton_kernels.conv.hopper import tile_mma as gluon_tiles
+from triton_kernels.conv.hopper import tile_mma
 from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import describe
 
@@ -43,8 +43,8 @@ class Barrier:
 def program(
     pid: int, programs: int, tiles: int, of_image: int, blocks: int, slots: int, words: set[int]
 ) -> list[Waits]:
-    """The warps of `conv_tiles_kernel`: one loads so many blocks a tile into a ring of slots, two
-    take every other tile. `words` are the tiles whose sums are in memory."""
+    """The warps of `conv_tile_mma_kernel`: one loads so many blocks a tile into a ring of slots,
+    two take every other tile. `words` are the tiles whose sums are in memory."""
     full, empty = ([Barrier() for _ in range(slots)] for _ in range(2))
     turns = Barrier(), Barrier()
     held: list[tuple[int, int] | None] = [None] * slots  # tile and block
@@ -130,7 +130,7 @@ def test_the_model_sees_who_would_wait_for_ever(programs, of_image, begun):
 
 # --- on the GPU -----------------------------------------------------------------------------------
 
-CONFIGS = list(gluon_tiles.TILES)
+CONFIGS = list(tile_mma.TILES)
 SHAPES = {  # and channels of a group
     "a tile of two": (Shape(1, 16, 16, 64, 64), 2),
     "groups across blocks": (Shape(37, 16, 16, 128, 192), 6),
@@ -142,7 +142,7 @@ SHAPES = {  # and channels of a group
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    poison_outputs(monkeypatch, fused_conv_meeting)
+    poison_outputs(monkeypatch, conv_norm_grid_sync_module)
 
 
 class TestGpu:
@@ -171,7 +171,7 @@ class TestGpu:
             terms = {"extra": extra, "extra_bias": torch.randn(shape.co, device=device)}
         others = [other for other, _ in terms.get("extra", ())]
         spec = forward_spec(x, weight, extra=others, groups=groups)
-        configs = CONV_MEETING.kernels[0].configs(spec, describe(device))
+        configs = CONV_NORM_GRID_SYNC.kernels[0].configs(spec, describe(device))
         if config is not None and config not in configs:
             pytest.skip("not a tile of one image, or too many of them")
         tile = config or configs[0]
@@ -184,7 +184,7 @@ class TestGpu:
         )
 
         def check():
-            y, sums, a = conv_meeting(x, weight, bias, norm, **terms, config=config)
+            y, sums, a = conv_norm_grid_sync(x, weight, bias, norm, **terms, config=config)
             assert torch.equal(y, exact_y) if keep else y is None
             assert torch.equal(sums, exact_sums) if keep else sums is None
             assert relative(a, exact) <= ROUNDING[dtype] + 1e-5
@@ -198,7 +198,7 @@ class TestGpu:
         x, weight, bias, *_ = forward_case(shape._replace(n=4), torch.bfloat16, device)
         x[1, 3, 3, 5], x[2, 15, 15, 7] = torch.nan, torch.inf
         norm = NextNorm(bias, bias, shape.co // channels, 1e-5, "silu", True, False)
-        y, _, a = conv_meeting(x, weight, bias, norm)
+        y, _, a = conv_norm_grid_sync(x, weight, bias, norm)
         assert y[1].isnan().any() and a[1:3].isnan().all() and a[::3].isfinite().all()
 
     def test_zeros_of_somebody_else(self, device):
@@ -213,15 +213,15 @@ class TestGpu:
             return words[1024 : 1024 + count]
 
         norm = NextNorm(bias, bias, shape.co // channels, 1e-5, "silu", False, False)
-        a = conv_meeting(x, weight, bias, norm, zeros=zeros)[2]
-        assert torch.equal(a, conv_meeting(x, weight, bias, norm)[2])
+        a = conv_norm_grid_sync(x, weight, bias, norm, zeros=zeros)[2]
+        assert torch.equal(a, conv_norm_grid_sync(x, weight, bias, norm)[2])
         assert words[1024 : 1024 + asked[0]].all() and words.count_nonzero() == asked[0]
 
     def test_an_empty_batch(self, device):
         shape = SHAPES["groups across blocks"][0]._replace(n=0)
         x, weight, bias, _, _ = forward_case(shape, torch.bfloat16, device)
         norm = NextNorm(bias, bias, 32, 1e-5, "silu", True, True)
-        y, sums, a = conv_meeting(x, weight, bias, norm)
+        y, sums, a = conv_norm_grid_sync(x, weight, bias, norm)
         assert y.shape == a.shape == (0, 16, 16, 192) and sums.shape[2:] == (2, 192)
 
 
@@ -229,7 +229,7 @@ def applies(shape: Shape, num_groups: int, dtype=torch.bfloat16, gpu=HOPPER) -> 
     n, h, w, ci, co, kernel = shape
     x = torch.empty((n, h, w, ci), dtype=dtype, device="meta")
     spec = forward_spec(x, x.new_empty((co, ci, kernel, kernel)), groups=num_groups)
-    return CONV_MEETING.refuse(spec, gpu) is None
+    return CONV_NORM_GRID_SYNC.refuse(spec, gpu) is None
 
 
 def test_what_applies():

@@ -5,7 +5,7 @@ import torch
 
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import FORWARD
-from triton_kernels.conv.hopper import tile_mma as gluon_tiles
+from triton_kernels.conv.hopper import tile_mma
 from triton_kernels.conv.plain.fused_tiles import box_of
 from triton_kernels.conv.plain.tma_boxes import boxes_of_image
 from triton_kernels.registry.choose import listed
@@ -26,7 +26,7 @@ from .test_conv_fused import (
 )
 from .test_conv_hopper import gpu, repeatedly, spec_of
 
-TILES = list(gluon_tiles.TILES)
+TILES = list(tile_mma.TILES)
 CONFIGS = TILES
 # One program with one tile, programs with several and an odd number of them, one warpgroup with
 # nothing to do, more blocks of channels than one, tiles that are not whole images, and tiles that
@@ -54,9 +54,9 @@ CASES = [(name, torch.bfloat16) for name in SHAPES]
 CASES += [(name, torch.float16) for name in ("32x32", "8x8")]
 
 
-def skip_uncut(name: str, config: gluon_tiles.TileMma) -> None:
+def skip_uncut(name: str, config: tile_mma.TileMma) -> None:
     """Rows are fetched in pairs, and tiles divide images."""
-    if gluon_tiles.box_of(config, SHAPES[name].h, SHAPES[name].w) is None:
+    if tile_mma.box_of(config, SHAPES[name].h, SHAPES[name].w) is None:
         pytest.skip("images are not cut into such tiles")
 
 
@@ -145,14 +145,14 @@ class TestGpu:
 def applying(shape: Shape, dtype, device) -> list[tuple]:
     """The tiles that apply."""
     spec = spec_of(shape, dtype)
-    return [c for _, c in listed(FORWARD, spec, HOPPER) if isinstance(c, gluon_tiles.TileMma)]
+    return [c for _, c in listed(FORWARD, spec, HOPPER) if isinstance(c, tile_mma.TileMma)]
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
 @pytest.mark.parametrize("tile", TILES, ids=str)
 def test_rings_fit(tile, width):
     """A block is read while another is written, and so is a filter."""
-    blocks, steps = gluon_tiles.rings(tile, width, SHARED_LIMIT[90])
+    blocks, steps = tile_mma.rings(tile, width, SHARED_LIMIT[90])
     pixels = blocks * (tile.block_m + 2 * width) + (steps or 3 * blocks) * 64 + 2 * tile.block_m
     assert blocks >= 2 and steps != 1 and pixels * 128 + 1024 <= SHARED_LIMIT[90]
 
@@ -164,7 +164,7 @@ def test_rings_fit(tile, width):
 def test_as_many_tiles_as_partials(tile, size):
     """What allocates the sums of tiles counts them as the kernel does."""
     n, (h, w) = 64, size
-    if box := gluon_tiles.box_of(tile, h, w):
+    if box := tile_mma.box_of(tile, h, w):
         images, rows, columns = box
         counted = boxes_of_image(box_of(tile, n, h, w, even=True), h, w)
         assert images * rows * columns == tile.block_m

@@ -9,7 +9,7 @@ from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.configs import ConvOperands
 from triton_kernels.conv.forward import FORWARD, INPUT_GRAD, TransposeFirst, spec_of
-from triton_kernels.conv.hopper import unfused as gluon_bare
+from triton_kernels.conv.hopper import unfused
 from triton_kernels.conv.plain import tma as conv_tma
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.registry.choose import listed
@@ -178,14 +178,14 @@ class TestGpu:
         def blocks(kind: type) -> set[int]:
             return {c.block_c for c in backward if isinstance(c, kind)}
 
-        assert blocks(gluon_bare.UnfusedPointwise) == {64, 128}
-        assert blocks(gluon_bare.UnfusedRing) == {192}
-        assert blocks(gluon_bare.UnfusedSingleTile) == {64, 128, 192}
+        assert blocks(unfused.UnfusedPointwise) == {64, 128}
+        assert blocks(unfused.UnfusedRing) == {192}
+        assert blocks(unfused.UnfusedSingleTile) == {64, 128, 192}
         # all at once fits beside a second program, or does not, or not even alone
 
         def programs(name: str, *size: int) -> list[int]:
             found = applying(POINTS[name], bf16, device, False)
-            kind = gluon_bare.UnfusedSingleTile
+            kind = unfused.UnfusedSingleTile
             return [c.programs for c in found if isinstance(c, kind) and c[:2] == size]
 
         assert programs("a pixel", 64, 64) == [2]
@@ -202,7 +202,7 @@ class TestGpu:
         # float32 filters of an input gradient are turned first
         assert applying(ROWS["a tile"], torch.float32, device, dgrad=True) == []
         tf32 = applying(Shape(1, 64, 64, 96, 64), torch.float32, device, dgrad=False)
-        assert tf32 == [gluon_bare.UnfusedTiles(256), gluon_bare.UnfusedTiles(128)]
+        assert tf32 == [unfused.UnfusedTiles(256), unfused.UnfusedTiles(128)]
 
 
 def test_nothing_applies_without_a_hopper_gpu():

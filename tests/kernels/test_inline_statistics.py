@@ -1,4 +1,4 @@
-"""norm_fold against float64 through autograd, and against the two launches that it replaces."""
+"""Norms with inline statistics against float64 through autograd, and against the two launches."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ import torch
 from triton_kernels import reference
 from triton_kernels.noise.dropout import Mask
 from triton_kernels.norm import (
-    inline_statistics as norm_fold,
+    inline_statistics,
+    pass_grid,
 )
-from triton_kernels.norm import pass_grid
 from triton_kernels.norm import (
     passes as norm_passes,
 )
@@ -38,11 +38,11 @@ ONE, TWO = OneLaunch(), TwoLaunches()
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    poison_outputs(monkeypatch, norm_fold, norm_passes, norm_tables, row_sums)
+    poison_outputs(monkeypatch, inline_statistics, norm_passes, norm_tables, row_sums)
 
 
 def _apply(halves, ks, groups, weight, bias, config=ONE, **options):
-    return norm_fold.norm_apply(
+    return inline_statistics.norm_apply(
         halves[0],
         second_half(halves),
         tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=True)),
@@ -90,7 +90,7 @@ def test_forward_of_an_upsampled_half(channels, device):
     large = reference.upsample_nearest2d(small)
     want, expected = _apply((large, other), (3, 2), 4, weight, bias, config=TWO)
     partials = partials_of(small, 3), partials_of(other, 2)
-    a, (table, second), made = norm_fold.norm_apply_upsampled(
+    a, (table, second), made = inline_statistics.norm_apply_upsampled(
         small, other, partials, (12, 48), 4, weight, bias, EPS, "silu"
     )
     torch.testing.assert_close(table, expected)
@@ -157,7 +157,7 @@ def _backward(case, k, config=ONE, rows=True, in_place=False, kx=1, **options):
         }
     partials = partials_of(dz, k, xhat)
     out = dz.clone() if in_place else None
-    got["dx1"], added = norm_fold.norm_backward(
+    got["dx1"], added = inline_statistics.norm_backward(
         out if in_place else dz,
         x,
         partials,

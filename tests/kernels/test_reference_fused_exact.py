@@ -31,7 +31,7 @@ def block(fused, x1, x2, weight, bias, scale, shift, filters, dy, groups, activa
     table = fused.norm_table(*norm, scale=scale, shift=shift)
     a, again = fused.norm_apply(x1, x2, *norm, activation, scale=scale, shift=shift)
     one_launch = fused.norm_of_sums(x1, x2, *norm, activation, scale=scale, shift=shift)
-    whole, _ = fused.norm_whole(x1, x2, *norm[2:], activation, scale, shift)
+    whole, _ = fused.norm_single_cta(x1, x2, *norm[2:], activation, scale, shift)
     y, y_partials = fused.conv_forward(a, filters, bias[: len(filters)], stats=True)
     dz, sums = fused.conv_input_grad(dy, filters, inputs=xs, table=table, activation=activation)
     constants = weight.new_ones(len(filters)), weight.new_zeros(len(filters))
@@ -57,7 +57,7 @@ def block(fused, x1, x2, weight, bias, scale, shift, filters, dy, groups, activa
         "table of apply": (again[:, :2], None),
         "apply": (a, None),
         "norm_of_sums": (one_launch, None),
-        "norm_whole": (whole, None),
+        "norm_single_cta": (whole, None),
         "conv": (y, weights * a.norm() / filters.shape[1] ** 0.5),
         "table of the result": (y_table[:, :2], None),
         "dz": (dz, None),

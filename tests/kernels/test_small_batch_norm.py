@@ -15,7 +15,7 @@ from triton_kernels.norm import (
     image_table as norm_image_table,
 )
 from triton_kernels.norm import (
-    single_cta as norm_whole,
+    single_cta as norm_single_cta,
 )
 from triton_kernels.norm import (
     tables as norm_tables,
@@ -65,13 +65,13 @@ def norm_inputs(case, dtype, device, offset=0.0):
 def test_norm_whole(case, dtype, film, device):
     x1, x2, groups, weight, bias, rows = norm_inputs(case, dtype, device)
     rows = rows if film else {}
-    a, y = norm_whole.norm_whole(x1, x2, groups, weight, bias, EPS, "silu", **rows)
+    a, y = norm_single_cta.norm_single_cta(x1, x2, groups, weight, bias, EPS, "silu", **rows)
     assert y is x1 and a.dtype == dtype
     doubles = {k: v.double() for k, v in rows.items()}
-    exact, _ = fused_reference.norm_whole(
+    exact, _ = fused_reference.norm_single_cta(
         *as_double(x1, x2), groups, *as_double(weight, bias), EPS, "silu", **doubles
     )
-    low, _ = fused_reference.norm_whole(x1, x2, groups, weight, bias, EPS, "silu", **rows)
+    low, _ = fused_reference.norm_single_cta(x1, x2, groups, weight, bias, EPS, "silu", **rows)
     close(a, exact, low)
 
 
@@ -82,12 +82,12 @@ def test_norm_whole_of_means(dtype, c2, device):
     x2 = randn(2, 3, 5, c2, dtype=dtype, device=device) if c2 else None
     weight, bias = torch.randn(2, 40 + c2, device=device)
     arguments = (groups, weight, bias, EPS, "silu")
-    a, means = norm_whole.norm_whole(x, x2, *arguments, pool=True)
+    a, means = norm_single_cta.norm_single_cta(x, x2, *arguments, pool=True)
     expected = reference.avg_pool2d(x.double())
     tolerance = 1e-3 if dtype == torch.float16 else 1e-6
     torch.testing.assert_close(means.double(), expected, rtol=tolerance, atol=tolerance)
-    again, _ = norm_whole.norm_whole(means, x2, *arguments)
-    exact, _ = fused_reference.norm_whole(
+    again, _ = norm_single_cta.norm_single_cta(means, x2, *arguments)
+    exact, _ = fused_reference.norm_single_cta(
         *as_double(means, x2), groups, *as_double(weight, bias), EPS, "silu"
     )
     close(a, exact, again)
@@ -98,8 +98,8 @@ def test_norm_whole_far_from_zero(device):
     x1, x2, groups, weight, bias, _ = norm_inputs(
         (2, 4, 4, 32, 0, 8), torch.float32, device, offset=1e3
     )
-    a, _ = norm_whole.norm_whole(x1, x2, groups, weight, bias, EPS, "identity")
-    exact, _ = fused_reference.norm_whole(
+    a, _ = norm_single_cta.norm_single_cta(x1, x2, groups, weight, bias, EPS, "identity")
+    exact, _ = fused_reference.norm_single_cta(
         *as_double(x1, x2), groups, *as_double(weight, bias), EPS, "identity"
     )
     assert (a.double() - exact).norm() <= 1e-6 * exact.norm()
@@ -125,16 +125,18 @@ def split_of(case, dtype, device, splits=3):
 @pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
 def test_norm_whole_of_a_convolution_in_parts(case, dtype, device):
     split, x2, groups, weight, bias = split_of(case, dtype, device)
-    a, y = norm_whole.norm_whole(split, x2, groups, weight, bias, EPS, "silu")
+    a, y = norm_single_cta.norm_single_cta(split, x2, groups, weight, bias, EPS, "silu")
     expected, _ = fused_reference.sum_parts(split)
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-5)  # the last bit of a half
-    exact, _ = fused_reference.norm_whole(
+    exact, _ = fused_reference.norm_single_cta(
         *as_double(y, x2), groups, *as_double(weight, bias), EPS, "silu"
     )
-    low, _ = fused_reference.norm_whole(y, x2, groups, weight, bias, EPS, "silu")
+    low, _ = fused_reference.norm_single_cta(y, x2, groups, weight, bias, EPS, "silu")
     close(a, exact, low)
-    torch.testing.assert_close(norm_whole.sum_parts(split)[0], y, rtol=0, atol=0)
-    again, none = norm_whole.norm_whole(split, x2, groups, weight, bias, EPS, "silu", keep=False)
+    torch.testing.assert_close(norm_single_cta.sum_parts(split)[0], y, rtol=0, atol=0)
+    again, none = norm_single_cta.norm_single_cta(
+        split, x2, groups, weight, bias, EPS, "silu", keep=False
+    )
     assert none is None
     close(again, exact, low)  # without the store the compiler joins other products and sums
 
@@ -144,8 +146,8 @@ def test_norm_whole_of_a_convolution_in_parts(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_resampling_of_a_convolution_in_parts(shape, up, dtype, device):
     split, *_ = split_of((*shape, 0, 8), dtype, device)
-    y, resampled, partials = norm_whole.resample_parts(split, up)
-    again, sums = norm_whole.sum_parts(split)
+    y, resampled, partials = norm_single_cta.resample_parts(split, up)
+    again, sums = norm_single_cta.sum_parts(split)
     torch.testing.assert_close(y, again, rtol=0, atol=0)
     if shape[1:3] == (16, 16):
         assert partials.shape[1] == 4
@@ -165,9 +167,9 @@ def test_the_embedding_may_be_one_row_for_all(device):
     row = split.emb[:1].expand(2, -1)
     for emb in (row, row.contiguous()):
         object.__setattr__(split, "emb", emb)
-        a, _ = norm_whole.norm_whole(split, *rest, EPS, "silu")
+        a, _ = norm_single_cta.norm_single_cta(split, *rest, EPS, "silu")
         torch.testing.assert_close(
-            a, fused_reference.norm_whole(split, *rest, EPS, "silu")[0], rtol=1e-5, atol=1e-5
+            a, fused_reference.norm_single_cta(split, *rest, EPS, "silu")[0], rtol=1e-5, atol=1e-5
         )
 
 
@@ -335,24 +337,25 @@ def test_partials_of_few_tensors_are_taken_by_many_programs(shape, k, device):
 )  # fmt: skip
 def test_norms_of_the_model_s_shapes(case, device):
     x1, x2, groups, weight, bias, _ = norm_inputs(case, torch.bfloat16, device)
-    exact, _ = fused_reference.norm_whole(
+    exact, _ = fused_reference.norm_single_cta(
         *as_double(x1, x2), groups, *as_double(weight, bias), EPS, "silu"
     )
-    low, _ = fused_reference.norm_whole(x1, x2, groups, weight, bias, EPS, "silu")
+    low, _ = fused_reference.norm_single_cta(x1, x2, groups, weight, bias, EPS, "silu")
     arguments = (groups, weight, bias, EPS, "silu")
     halves = [x for x in (x1, x2) if x is not None]
     partials = tuple(partials_of(x, max(case[1] * case[2] // 128, 1)) for x in halves)
     pixels = (case[1] * case[2],) * len(halves)
     split, *_ = split_of(case, torch.bfloat16, device, splits=9)
     for _ in range(3):
-        close(norm_whole.norm_whole(x1, x2, *arguments)[0], exact, low)
+        close(norm_single_cta.norm_single_cta(x1, x2, *arguments)[0], exact, low)
         close(norm_of_sums.norm_of_sums(x1, x2, partials, pixels, *arguments), exact, low)
-        a, y = norm_whole.norm_whole(split, x2, *arguments)
-        assert torch.equal(y, norm_whole.sum_parts(split)[0])
+        a, y = norm_single_cta.norm_single_cta(split, x2, *arguments)
+        assert torch.equal(y, norm_single_cta.sum_parts(split)[0])
         close(a, *[
-            fused_reference.norm_whole(*as_double(y, x2), groups, *as_double(weight, bias), EPS,
-                                       "silu")[0],
-            fused_reference.norm_whole(y, x2, *arguments)[0],
+            fused_reference.norm_single_cta(
+                *as_double(y, x2), groups, *as_double(weight, bias), EPS, "silu"
+            )[0],
+            fused_reference.norm_single_cta(y, x2, *arguments)[0],
         ])  # fmt: skip
 
 
@@ -366,12 +369,12 @@ def test_norms_of_the_model_s_shapes(case, device):
 def test_norms_of_many_images(case, device):
     x1, x2, groups, weight, bias, _ = norm_inputs(case, torch.bfloat16, device, offset=3.0)
     arguments = (groups, weight, bias, EPS, "silu")
-    exact, _ = fused_reference.norm_whole(
+    exact, _ = fused_reference.norm_single_cta(
         *as_double(x1, x2), groups, *as_double(weight, bias), EPS, "silu"
     )
-    low, _ = fused_reference.norm_whole(x1, x2, *arguments)
+    low, _ = fused_reference.norm_single_cta(x1, x2, *arguments)
     for _ in range(3):
-        close(norm_whole.norm_whole(x1, x2, *arguments)[0], exact, low)
+        close(norm_single_cta.norm_single_cta(x1, x2, *arguments)[0], exact, low)
 
 
 DECODER = {  # N, H, W, C1, C2, tiles of each, whether the first is upsampled

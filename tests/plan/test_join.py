@@ -64,11 +64,11 @@ class Norms(torch.nn.Module):
 @pytest.mark.parametrize(
     ("images", "channels", "multiprocessors", "op"),
     [
-        (5, 64, 132, "norm_whole"),  # 160 programs
-        (8, 64, 132, "norm_whole"),
+        (5, 64, 132, "norm_single_cta"),  # 160 programs
+        (8, 64, 132, "norm_single_cta"),
         (4, 64, 132, "norm_of_sums"),  # not for each multiprocessor
         (9, 64, 132, "norm_of_sums"),  # one after the other
-        (4, 64, 108, "norm_whole"),
+        (4, 64, 108, "norm_single_cta"),
         (5, 512, 132, "norm_of_sums"),  # so large that two do not fit
     ],
 )

@@ -59,7 +59,7 @@ def test_ops_of_an_evaluation_of_sixteen_images(found):
     expected = {
         "conv_few": 11,
         "conv_means": 2,
-        "conv_meeting": 14,
+        "conv_norm_grid_sync": 14,
         "conv_norm": 18,
         "conv_upsampled": 3,
         "moments": 1,
@@ -67,7 +67,7 @@ def test_ops_of_an_evaluation_of_sixteen_images(found):
         "norm_conv_of_two": 2,
         "norm_of_sums": 9,
         "norm_upsampled": 3,
-        "norm_whole": 3,
+        "norm_single_cta": 3,
         "projected_attention": 11,
     }
     ops = found["16"]["ops"]
@@ -86,7 +86,7 @@ def test_a_residual_block(found):
     assert [row[0] for row in block("16", "input_blocks.1.0")] == ["norm_conv", "norm_conv"]
     assert [row[0] for row in block("16", "input_blocks.11.0")] == ["conv_norm", "conv_norm"]
     ops = [row[0] for row in block("1", "input_blocks.10.0")]
-    assert ops == ["norm_whole", "conv_split", "norm_whole", "conv_split"]
+    assert ops == ["norm_single_cta", "conv_split", "norm_single_cta", "conv_split"]
 
 
 def test_products(found):

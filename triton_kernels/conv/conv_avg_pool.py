@@ -18,8 +18,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .fused_spec import forward_spec
-from .hopper import single_tile as once
-from .hopper import tile_mma as gluon_tiles
+from .hopper import single_tile, tile_mma
 from .hopper.operands import Means, Operands
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -36,33 +35,31 @@ class SingleTile(NamedTuple):
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.n == 0:
         return "there are no images"
-    if reason := gluon_tiles.refuse(spec, gpu):
+    if reason := tile_mma.refuse(spec, gpu):
         return reason
     return None if _tiles(spec, gpu) else f"no tile of {spec.h}x{spec.w} has whole pairs of rows"
 
 
-def _tiles(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
+def _tiles(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
     """First those of 128 pixels, or nearly, with the filters beside the pixels: as was fastest of
     16 and of 64 images of 32x32."""
     found = [
-        tile
-        for tile in gluon_tiles.configs(spec, gpu)
-        if gluon_tiles.makes_means(tile, spec.h, spec.w)
+        tile for tile in tile_mma.configs(spec, gpu) if tile_mma.makes_means(tile, spec.h, spec.w)
     ]
     return sorted(found, key=lambda c: (abs(c.block_m - _PIXELS), not c.filters_with_pixels))
 
 
 def _refuse_1x1(spec: ConvSpec, gpu: Device) -> str | None:
-    if spec.n == 0 or spec.w not in gluon_tiles.WIDTHS_OF_MEANS:
+    if spec.n == 0 or spec.w not in tile_mma.WIDTHS_OF_MEANS:
         return f"{spec.n} images whose rows have {spec.w} pixels"
-    return once.refuse(spec, gpu, _MOST_TILES)
+    return single_tile.refuse(spec, gpu, _MOST_TILES)
 
 
 CONV_MEANS = Op(
     "conv_means",
     ("h", "w", "k", "c", "dtype", "residual", "extras"),
     (
-        Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _tiles, adds=FORWARD_TERMS),
+        Kernel("tile_mma", tile_mma.TileMma, _refuse, _tiles, adds=FORWARD_TERMS),
         Kernel(
             "single_tile", SingleTile, _refuse_1x1, lambda *_: [SingleTile()], adds=("residual",)
         ),
@@ -80,7 +77,7 @@ def conv_means(
     residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]; likewise
     extra_bias: Tensor | None = None,  # float32 [CO]; likewise
-    config: gluon_tiles.TileMma | SingleTile | None = None,
+    config: tile_mma.TileMma | SingleTile | None = None,
 ) -> tuple[Tensor, Tensor, Means]:  # [N, H, W, CO]; float32 [N, K, 2, CO]; means, their partials
     """y, its partials, and its means."""
     n, h, w, ci = x.shape
@@ -96,16 +93,16 @@ def conv_means(
         spec = forward_spec(x, weight, extra=[other for other, _ in extra], **added)
         config = select(CONV_MEANS, spec, describe(x.device), run).config
     linear = isinstance(config, SingleTile)
-    tiles = h * w // (once.PIXELS if linear else config.block_m)
+    tiles = h * w // (single_tile.PIXELS if linear else config.block_m)
     partials = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
     means = empty_means(y, tiles, _empty)
     if linear:
         assert emb is None and not extra and extra_bias is None
-        once.launch(x, weight, bias, y, residual, partials, None, means)
+        single_tile.launch(x, weight, bias, y, residual, partials, None, means)
         return y, partials, means
     beside = () if residual is None else (residual,)
     given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb, means=means)
-    gluon_tiles.launch(config, given)
+    tile_mma.launch(config, given)
     return y, partials, means
 
 

@@ -22,8 +22,7 @@ from ..runtime.device import Device, describe
 from ..runtime.layout import check_second
 from .conv_avg_pool import SingleTile
 from .fused_spec import forward_spec
-from .hopper import single_tile as once
-from .hopper import tile_mma as gluon_tiles
+from .hopper import single_tile, tile_mma
 from .hopper.operands import NormOfResult, Operands
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -50,31 +49,31 @@ def _refuse_norm(spec: ConvSpec) -> str | None:
     c, pixels = spec.c + spec.beside, spec.h * spec.w
     if c % spec.groups or c // spec.groups not in _GROUPS or spec.beside % _TILE_CHANNELS:
         return f"{c} channels in {spec.groups} groups; a group has {', '.join(map(str, _GROUPS))}"
-    if spec.n == 0 or pixels < _MIN_PIXELS or once.PIXELS % pixels:
-        return f"{spec.n} images of {pixels} pixels; tiles have {once.PIXELS}"
+    if spec.n == 0 or pixels < _MIN_PIXELS or single_tile.PIXELS % pixels:
+        return f"{spec.n} images of {pixels} pixels; tiles have {single_tile.PIXELS}"
     return None
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := _refuse_norm(spec) or gluon_tiles.refuse(spec, gpu):
+    if reason := _refuse_norm(spec) or tile_mma.refuse(spec, gpu):
         return reason
     return None if _whole_images(spec, gpu) else f"no tile has whole images of {spec.h}x{spec.w}"
 
 
 def _refuse_1x1(spec: ConvSpec, gpu: Device) -> str | None:
-    if spec.h * spec.w != once.PIXELS:
-        return f"images have {spec.h * spec.w} pixels, not {once.PIXELS}"
-    return _refuse_norm(spec) or once.refuse(spec, gpu)
+    if spec.h * spec.w != single_tile.PIXELS:
+        return f"images have {spec.h * spec.w} pixels, not {single_tile.PIXELS}"
+    return _refuse_norm(spec) or single_tile.refuse(spec, gpu)
 
 
-def _whole_images(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
+def _whole_images(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
     """Tiles of them, the smallest first, with its filters beside it."""
-    size, found = (spec.h, spec.w), gluon_tiles.configs(spec, gpu)
-    whole = [tile for tile in found if gluon_tiles.box_of(tile, *size)[1:] == size]
+    size, found = (spec.h, spec.w), tile_mma.configs(spec, gpu)
+    whole = [tile for tile in found if tile_mma.box_of(tile, *size)[1:] == size]
     return sorted(whole, key=lambda c: (c.block_m, not c.filters_with_pixels))
 
 
-def _configs(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
+def _configs(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
     """The smallest first, or twice that if there are more of them than multiprocessors: what was
     faster without the norm."""
     configs = _whole_images(spec, gpu)
@@ -90,7 +89,7 @@ CONV_NORM = Op(
     "conv_norm",
     ("h", "w", "k", "c", "dtype", "residual", "extras", "keep"),
     (
-        Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _configs, adds=FORWARD_TERMS),
+        Kernel("tile_mma", tile_mma.TileMma, _refuse, _configs, adds=FORWARD_TERMS),
         Kernel(
             "single_tile", SingleTile, _refuse_1x1, lambda *_: [SingleTile()], adds=("residual",)
         ),
@@ -110,7 +109,7 @@ def conv_norm(
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]; likewise
     extra_bias: Tensor | None = None,  # float32 [CO]; likewise
     x2: Tensor | None = None,  # [N, H, W, C2], dtype of x
-    config: gluon_tiles.TileMma | SingleTile | None = None,
+    config: tile_mma.TileMma | SingleTile | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """y [N, H, W, CO], or None if it is not kept; its partials [N, 1, 2, CO] if they are wanted;
     a [N, H, W, CO + C2], of y beside x2. The norm is of y as it was rounded."""
@@ -141,10 +140,10 @@ def conv_norm(
         config = select(CONV_NORM, spec, describe(x.device), run).config
     if isinstance(config, SingleTile):
         assert emb is None and not extra and extra_bias is None
-        once.launch(x, weight, bias, a if y is None else y, residual, sums, normed)
+        single_tile.launch(x, weight, bias, a if y is None else y, residual, sums, normed)
         return y, sums, a
     beside = () if residual is None else (residual,)
     out = a if y is None else y
     given = Operands(x, weight, out, bias, sums, beside, extra, extra_bias, emb)
-    gluon_tiles.launch(config, given, normed)
+    tile_mma.launch(config, given, normed)
     return y, sums, a

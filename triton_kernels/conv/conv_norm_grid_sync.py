@@ -20,7 +20,7 @@ from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .conv_norm import NextNorm
 from .fused_spec import forward_spec
-from .hopper import tile_mma as gluon_tiles
+from .hopper import tile_mma
 from .hopper.operands import NormOfResult, Operands
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -34,41 +34,41 @@ _LEAST_LANES = 4  # of threads, which have a channel's accumulators among them
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.n == 0 or spec.c % spec.groups or spec.c // spec.groups > _TILE_CHANNELS:
         return f"{spec.n} images of {spec.c} channels in {spec.groups} groups"
-    if reason := gluon_tiles.refuse(spec, gpu):
+    if reason := tile_mma.refuse(spec, gpu):
         return reason
     return None if _configs(spec, gpu) else "tiles of an image are too many to be under way at once"
 
 
-def _configs(spec: ConvSpec, gpu: Device) -> list[gluon_tiles.TileMma]:
+def _configs(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
     """Tiles of one image, all of which can be under way at once. First that with the shortest
     rounds, whose meeting takes as long as so many pixels, by what was measured at 8 to 64 images;
     with the filters beside the pixels."""
     blocks, group = spec.c // _TILE_CHANNELS, spec.c // spec.groups
     lanes = max(_LEAST_LANES, 1 << (group - 1).bit_length())
     found = []
-    for tile in gluon_tiles.configs(spec, gpu):
-        images, rows, width = gluon_tiles.box_of(tile, spec.h, spec.w)
+    for tile in tile_mma.configs(spec, gpu):
+        images, rows, width = tile_mma.box_of(tile, spec.h, spec.w)
         words = lanes * (spec.h // rows) * _TILE_CHANNELS // 128
         together = spec.h // rows * blocks <= gpu.num_sms
         if images == 1 and width == spec.w and words <= _MOST_WORDS and together:
             found.append(tile)
 
-    def time(config: gluon_tiles.TileMma) -> int:
+    def time(config: tile_mma.TileMma) -> int:
         tiles = spec.n * spec.h * spec.w * spec.c // (config.block_m * _TILE_CHANNELS)
         return -(-tiles // gpu.num_sms) * (config.block_m + _MEETING)
 
     return sorted(found, key=lambda c: (time(c), not c.filters_with_pixels))
 
 
-CONV_MEETING = Op(
-    "conv_meeting",
+CONV_NORM_GRID_SYNC = Op(
+    "conv_norm_grid_sync",
     ("h", "w", "k", "c", "dtype", "residual", "extras", "keep"),
-    (Kernel("tile_mma", gluon_tiles.TileMma, _refuse, _configs, adds=FORWARD_TERMS),),
+    (Kernel("tile_mma", tile_mma.TileMma, _refuse, _configs, adds=FORWARD_TERMS),),
     similar=False,
 )
 
 
-def conv_meeting(
+def conv_norm_grid_sync(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x
     bias: Tensor,  # float32 [CO]
@@ -79,7 +79,7 @@ def conv_meeting(
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
     extra_bias: Tensor | None = None,  # float32 [CO]
     zeros: Callable[[int, torch.device], Tensor] | None = None,  # so many int64
-    config: gluon_tiles.TileMma | None = None,
+    config: tile_mma.TileMma | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:  # [N, H, W, CO], [N, K, 2, CO], [N, H, W, CO]
     """y, its partials, and a, as of `conv_norm`."""
     check_activation(norm.activation)
@@ -94,14 +94,14 @@ def conv_meeting(
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
 
-        def run(c: gluon_tiles.TileMma) -> Tensor:
-            return conv_meeting(x, weight, bias, norm, **terms, config=c)[2]
+        def run(c: tile_mma.TileMma) -> Tensor:
+            return conv_norm_grid_sync(x, weight, bias, norm, **terms, config=c)[2]
 
         added = {"emb": emb is not None, "residual": residual is not None, "keep": norm.keep}
         others = [other for other, _ in extra]
         spec = forward_spec(x, weight, extra=others, groups=norm.num_groups, **added)
-        config = select(CONV_MEETING, spec, describe(x.device), run).config
-    rows, _ = gluon_tiles.cut(config.block_m, h, w)
+        config = select(CONV_NORM_GRID_SYNC, spec, describe(x.device), run).config
+    rows, _ = tile_mma.cut(config.block_m, h, w)
     tiles = h // rows
     y = _empty(a.shape, dtype=x.dtype, device=x.device) if norm.keep else None
     partials = None
@@ -113,7 +113,7 @@ def conv_meeting(
     beside = () if residual is None else (residual,)
     out = a if y is None else y
     given = Operands(x, weight, out, bias, partials, beside, extra, extra_bias, emb)
-    gluon_tiles.launch(config, given, normed)
+    tile_mma.launch(config, given, normed)
     return y, partials, a
 
 

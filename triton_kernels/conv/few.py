@@ -43,7 +43,7 @@ def _one_row(_: OneRow, *tensors: Tensor, **options: Any):
 
 
 def _single_tile(_: SingleTile, *tensors: Tensor, **options: Any):
-    return single_tile.conv_once(*tensors, **_given(options, "residual", "stats"))
+    return single_tile.conv_single_tile(*tensors, **_given(options, "residual", "stats"))
 
 
 def _forward_work(spec: ConvSpec, gpu: Device, _: Forward) -> Work | None:

@@ -5,7 +5,7 @@
 `norm_table` and `apply` in one. Every program makes its part of the table anew, so that there
 should be few of them, each of few channels and many pixels. x is one tensor or the concatenation of
 x1 and x2 over channels, which never exists in memory, and x1 may be upsampled on the way. Of few
-images `norm_few` does it; and where sums are many, beside a program's pixels, two launches.
+images `norm_small_batch` does it; and where sums are many, beside a program's pixels, two launches.
 """
 
 import math
@@ -22,9 +22,9 @@ from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, row_stride
-from .from_partials_kernels import norm_sums_kernel
+from .from_partials_kernels import norm_from_partials_kernel
 from .passes import apply, apply_upsampled
-from .small_batch import SMALL_BATCH, SmallBatch, norm_few
+from .small_batch import SMALL_BATCH, SmallBatch, norm_small_batch
 from .tables import check_partials_of, covering_groups, norm_table
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -204,7 +204,7 @@ def _launch(
         )
         config = select(NORM_OF_SUMS, spec, describe(x1.device), run).config
     if isinstance(config, SmallBatch):
-        return norm_few(x1, x2, *norm, activation, *film, up=up)
+        return norm_small_batch(x1, x2, *norm, activation, *film, up=up)
     if isinstance(config, TableAndApply):
         table = norm_table(*norm, *film)
         if not up:
@@ -219,7 +219,7 @@ def _launch(
     )
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if keep else None
-    norm_sums_kernel[(programs,)](
+    norm_from_partials_kernel[(programs,)](
         x1, x2, first, second, weight, bias, *film, a, large, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, *blocks, eps,
         rounded_grad(activation, x1.dtype), small_w if up else None, corners,

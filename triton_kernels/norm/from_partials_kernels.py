@@ -16,7 +16,7 @@ from .statistics import group_moments
 
 
 @triton.jit(do_not_specialize=["PB1", "PB2", "CB1", "CB2"])
-def norm_sums_kernel(
+def norm_from_partials_kernel(
     x1_ptr,  # [N, HW, C1]; with a small W [N, HW / 4, C1], to be upsampled
     x2_ptr,  # [N, HW, C2] or None
     partial1_ptr,  # float32 [N, K1, 2, C1]

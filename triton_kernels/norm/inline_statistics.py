@@ -27,7 +27,7 @@ from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
-from .inline_statistics_kernels import norm_apply_folded_kernel, norm_dx_folded_kernel
+from .inline_statistics_kernels import norm_apply_inline_kernel, norm_dx_inline_kernel
 from .passes import apply, apply_upsampled, cut, norm_dx
 from .tables import check_partials_of, covering_groups, norm_grad_table, norm_table, tiles_at_a_time
 
@@ -119,7 +119,7 @@ def norm_apply(
     table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     film = (scale, shift)
-    norm_apply_folded_kernel[(grid.programs,)](
+    norm_apply_inline_kernel[(grid.programs,)](
         x1, x2, first, second, weight, bias, *film, table, a, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
         activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
@@ -214,7 +214,7 @@ def norm_backward(
     work = sums.rows(n, count * c)
     added = sums.rows(n * grid.k, c) if rows else None
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
-    norm_dx_folded_kernel[(grid.programs,)](
+    norm_dx_inline_kernel[(grid.programs,)](
         dz, x, add1, add1_second, dx, added, partials, input_partials, table, weight, bias, scale,
         work, *strided[1:], *map(row_stride, strided), h * w, c, grid.k, grid.cb,
         count, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),

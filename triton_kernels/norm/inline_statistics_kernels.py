@@ -133,7 +133,7 @@ def _apply_folded_half(
 
 
 @triton.jit
-def norm_apply_folded_kernel(
+def norm_apply_inline_kernel(
     x1_ptr,  # [N, HW, C1]
     x2_ptr,  # [N, HW, C2] or None
     partial1_ptr,  # float32 [N, K1, 2, C1]
@@ -271,7 +271,7 @@ def folded_coefficients(
 
 
 @triton.jit
-def norm_dx_folded_kernel(
+def norm_dx_inline_kernel(
     dz_ptr,  # [N, HW, C], as the four below
     x_ptr,
     add_ptr,  # or None

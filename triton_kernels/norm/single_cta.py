@@ -1,8 +1,8 @@
 """GroupNorm and activation in one launch, where a second would cost more than it computes.
 
-    norm_whole      x -> a, whole groups of an image in registers; x may be a convolution in parts
-    sum_parts       a convolution in parts -> y and its partials
-    resample_parts  the same, and y upsampled or pooled
+    norm_single_cta  x -> a, whole groups of an image in registers; x may be a convolution in parts
+    sum_parts        a convolution in parts -> y and its partials
+    resample_parts   the same, and y upsampled or pooled
 
     z = (x - mean) rstd g + b,   a = act(z),   mean and rstd over a group of channels of an image
 
@@ -24,7 +24,7 @@ from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
-from .single_cta_kernels import norm_whole_kernel
+from .single_cta_kernels import norm_single_cta_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -43,14 +43,14 @@ def _refuse(spec: NormSpec, gpu: Device) -> str | None:
     return f"a group has {lanes} lanes of registers" if lanes > _MAX_ELEMENTS else None
 
 
-NORM_WHOLE = Op(
-    "norm_whole",
+NORM_SINGLE_CTA = Op(
+    "norm_single_cta",
     ("h", "w", "c1", "c2", "groups", "dtype"),
     (Kernel("single_cta", WholeGroups, _refuse, lambda *_: [WholeGroups()]),),
 )
 
 
-def norm_whole(
+def norm_single_cta(
     x1: Tensor | SplitConv,  # [N, H, W, C1]
     x2: Tensor | None,  # [N, H, W, C2]
     num_groups: int,
@@ -79,7 +79,7 @@ def norm_whole(
     cg = c // num_groups
     spec = NormSpec(n, dtype_name(dtype), h, w, c1, c - c1, num_groups)
     gpu = describe(device)
-    assert NORM_WHOLE.refuse(spec, gpu) is None, f"groups of {cg} over {h}x{w}"
+    assert NORM_SINGLE_CTA.refuse(spec, gpu) is None, f"groups of {cg} over {h}x{w}"
     block_j, block_p = triton.next_power_of_2(cg), triton.next_power_of_2(h * w)
     block_g = 1
     most = _PROGRAMS * gpu.num_sms
@@ -93,7 +93,7 @@ def norm_whole(
         return result
     parts, *terms = _terms(split)
     film = (scale, shift)
-    norm_whole_kernel[(n * programs,)](
+    norm_single_cta_kernel[(n * programs,)](
         x1,
         pooled,
         parts,

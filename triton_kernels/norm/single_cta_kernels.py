@@ -1,4 +1,4 @@
-"""The kernel of `norm_whole`, where the formulas are.
+"""The kernel of `norm_single_cta`, where the formulas are.
 
 A program has BLOCK_G groups of CG channels of one image, all its pixels, in registers:
 BLOCK_G * BLOCK_J lanes of channels by BLOCK_P pixels.
@@ -57,7 +57,7 @@ def _two_over_groups(v, w, G: tl.constexpr, J: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["N"])
-def norm_whole_kernel(
+def norm_single_cta_kernel(
     x1_ptr,  # [N, HW, C1]; with SPLITS > 0 it is written, if it is not None
     pooled_ptr,  # [N, HW, C1], out, or None: x1 is [N, 4 HW, C1], of which these are 2x2 means
     parts_ptr,  # float32 [SPLITS, N, C1, HW], or None: x1 is read

@@ -99,7 +99,7 @@ def _pointers(x1_ptr, x2_ptr, n, offs_p, offs_c, HW, C1, C):
 
 
 @triton.jit
-def _group_norm_resident_fwd_kernel(
+def _group_norm_single_program_fwd_kernel(
     x1_ptr,  # [N, HW, C1]
     x2_ptr,  # [N, HW, C - C1] or None
     mean_ptr,  # float32 [N, G], out
@@ -148,7 +148,7 @@ def _group_norm_resident_fwd_kernel(
 
 
 @triton.jit
-def _group_norm_resident_bwd_kernel(
+def _group_norm_single_program_bwd_kernel(
     x1_ptr,  # [N, HW, C1]
     x2_ptr,  # [N, HW, C - C1] or None
     dy_ptr,  # [N, HW, C]
@@ -289,7 +289,7 @@ def _forward(
     stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
     cb = num_groups // config.groups
     shape = (*row_strides(params), hw, x.shape[3], c, num_groups, cb, eps, c // num_groups)
-    _group_norm_resident_fwd_kernel[(n * cb,)](
+    _group_norm_single_program_fwd_kernel[(n * cb,)](
         *xs, *stats, *params, y, *shape, activation, *_blocks(spec, config.groups),
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -313,7 +313,7 @@ def _backward(
     sums = _empty((n, 1, 2, c), dtype=torch.float32, device=dy.device)
     cb = g // config.groups
     shape = (*row_strides(params), hw, xs[0].shape[3], c, g, cb, c // g)
-    _group_norm_resident_bwd_kernel[(n * cb,)](
+    _group_norm_single_program_bwd_kernel[(n * cb,)](
         *xs, dy, *stats, *params, *dxs, sums, *shape, activation, *_blocks(spec, config.groups),
         num_warps=config.num_warps,
     )  # fmt: skip

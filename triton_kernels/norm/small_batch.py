@@ -68,7 +68,7 @@ def about(
 
 
 @triton.jit
-def _norm_few_kernel(
+def _norm_small_batch_kernel(
     x1_ptr,  # [N, HW, C1]; with a large_ptr [N, HW / 4, C1]
     x2_ptr,  # [N, HW, C2] or None
     large_ptr,  # [N, HW, C1], x1 upsampled, out; or None
@@ -173,7 +173,7 @@ def _refuse(spec: NormSpec, gpu: Device) -> str | None:
     return None
 
 
-def norm_few(
+def norm_small_batch(
     x1: Tensor,  # [N, H, W, C1]; with `up` [N, H / 2, W / 2, C1]
     x2: Tensor | None,  # [N, H, W, C2]
     partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
@@ -202,7 +202,7 @@ def norm_few(
     block_g, block_j, block_p = _tile(n, h * w, num_groups, cg, sum(ks))
     blocks = triton.cdiv(h * w, block_p), triton.cdiv(num_groups, block_g)
     film = (scale, shift)
-    _norm_few_kernel[(n * blocks[0] * blocks[1],)](
+    _norm_small_batch_kernel[(n * blocks[0] * blocks[1],)](
         x1, x2, large, first, second, weight, bias, *film, a, *map(row_stride, film),
         pixels[0], pixels[-1], h * w, c1, c2, *blocks, eps, activation, w if up else None, *ks, cg,
         block_p, block_g, block_j, *map(triton.next_power_of_2, ks),

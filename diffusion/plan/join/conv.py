@@ -83,8 +83,8 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
         op, stats = "conv_norm", keep and not j.reads_whole(2 * n * pixels * co, pixels)
         fits = j.joins("conv_norm", spec)
     elif not splits and n >= _MEETING_IMAGES and pixels <= _MEETING_PIXELS:
-        op, stats = "conv_meeting", keep
-        fits = j.grid_sync and x2 is None and j.joins("conv_meeting", spec)
+        op, stats = "conv_norm_grid_sync", keep
+        fits = j.grid_sync and x2 is None and j.joins("conv_norm_grid_sync", spec)
     else:
         return False
     if not fits:

@@ -80,13 +80,13 @@ def _resample_parts(k, node, given):
     return {"y": y, "resampled": resampled, "partials": partials}
 
 
-@launches("norm_whole")
-def _norm_whole(k, node, given):
+@launches("norm_single_cta")
+def _norm_single_cta(k, node, given):
     a, pool = node.attrs, node.attrs.get("pool", False)
     source = _split(node, given, "sum_") if "parts" in given else given["x0"]
     norm = a["groups"], given["weight"], given["bias"], a["eps"], a["activation"]
     options = {"pool": True} if pool else {"keep": "x" in node.outputs or "parts" not in given}
-    y, x = k.norm_whole(source, given.get("x1"), *norm, **_film(given), **options)
+    y, x = k.norm_single_cta(source, given.get("x1"), *norm, **_film(given), **options)
     return {"y": y, "x": x}
 
 
@@ -121,7 +121,7 @@ def _conv_norm(k, node, given):
     return {"a": a, "y": y, "partials": partials}
 
 
-@launches("conv_meeting")
+@launches("conv_norm_grid_sync")
 def _conv_meeting(k, node, given):
     """Its programs synchronise through zeroed words of `zeros`. Their number is known from a dry
     run, where there are none yet."""
@@ -137,7 +137,9 @@ def _conv_meeting(k, node, given):
 
     then = _next_norm(node, given)
     options = {"x2": given["x2"]} if "x2" in given else {}
-    y, partials, a = k.conv_meeting(*_conv(given), then, **_terms(given), **options, zeros=take)
+    y, partials, a = k.conv_norm_grid_sync(
+        *_conv(given), then, **_terms(given), **options, zeros=take
+    )
     if "words" not in node.attrs:
         node.attrs["count"] = sum(taken)
     return {"a": a, "y": y, "partials": partials}

@@ -34,8 +34,8 @@ def norm(j: Joining, node: Node) -> None:
     waits = x1 in j.parts
     unmeasured = any(value in j.measured for value in node.many("partials"))
     whole = (waits or j.reads_whole(elements, pixels)) and unmeasured
-    if whole and j.joins("norm_whole", _spec(node)):
-        return _norm_whole(j, node)
+    if whole and j.joins("norm_single_cta", _spec(node)):
+        return _norm_single_cta(j, node)
     for value in node.many("partials"):
         j.measure(value, node)
     if x1 in j.small:
@@ -58,7 +58,7 @@ def _norm_of_sums(j: Joining, node: Node) -> None:
     """In a launch of its own: nobody makes it on the way."""
     j.norm_of.pop(node.out, None)
     if _better_whole(j, node):
-        return _norm_whole(j, node)
+        return _norm_single_cta(j, node)
     j.emit("norm_of_sums", node.inputs, {"y": node.out}, node, **node.attrs)
     return None
 
@@ -75,7 +75,7 @@ def _better_whole(j: Joining, node: Node) -> bool:
         1 <= waves <= 2
         and tiles >= _MANY_TILES
         and 2 * next_power_of_2(c // groups) * next_power_of_2(h * w) * _HELD <= _REGISTERS
-        and j.joins("norm_whole", _spec(node))
+        and j.joins("norm_single_cta", _spec(node))
     )
 
 
@@ -84,7 +84,7 @@ def _spec(node: Node) -> NormSpec:
     return NormSpec(node.out.shape[0], dtype, *node.out.shape[1:], groups=node.attrs["groups"])
 
 
-def _norm_whole(j: Joining, node: Node) -> None:
+def _norm_single_cta(j: Joining, node: Node) -> None:
     x1, inputs = node.inputs["x0"], norm_inputs(node, "")
     inputs["x1"], outputs = node.inputs.get("x1"), {"y": node.out}
     attrs = {key: node.attrs[key] for key in ("groups", "eps", "activation")}
@@ -105,7 +105,7 @@ def _norm_whole(j: Joining, node: Node) -> None:
     else:
         j.need(x1)  # which may be about to be upsampled
         inputs["x0"] = x1
-    j.emit("norm_whole", inputs, outputs, node, **attrs)
+    j.emit("norm_single_cta", inputs, outputs, node, **attrs)
 
 
 def _norm_upsampled(j: Joining, node: Node) -> None:

@@ -4,19 +4,19 @@ A step at batch 1 is a chain of kernels of two or three microseconds, each of wh
 predecessor, so its time depends on the number of kernels and on how many multiprocessors each
 keeps busy. `join` visits the nodes of a forward pass in order and turns
 
-    a norm                          into `norm_whole`, in which a program holds whole groups of an
-                                    image in registers, or `norm_of_sums`: one launch each
+    a norm                          into `norm_single_cta`, in which a program holds whole groups of
+                                    an image in registers, or `norm_of_sums`: one launch each
     a convolution of few tiles      into `conv_split`, split-K over all multiprocessors; the norm
                                     that reads it adds the parts, else `sum_parts`, `resample_parts`
-    conv, norm of few pixels        into `conv_norm`; for more images `conv_meeting`, whose programs
-                                    wait for one another
+    conv, norm of few pixels        into `conv_norm`; for more images `conv_norm_grid_sync`, whose
+                                    programs wait for one another
     conv to q, k, v; attention      into `projected_attention`; for many images with the norm before
     norm, conv to q, k, v           for more positions into `norm_linear`
     norm, conv of large images      into `norm_conv`, `norm_conv_of_two`; with following 2x2 means
     conv, 2x2 means                 into `conv_means`
     upsample, conv                  into `conv_of_upsampled`, which computes on the small image
     upsample, norm of a concat      into `norm_upsampled`, followed by `conv_upsampled`
-    2x2 means, norm of few pixels   into `norm_whole`; else means with their sums,
+    2x2 means, norm of few pixels   into `norm_single_cta`; else means with their sums,
                                     `avg_pool_partials`
 
 The ops of the registry decide whether one launch can compute this, and whether several are faster

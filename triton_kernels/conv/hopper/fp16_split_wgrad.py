@@ -27,7 +27,7 @@ from .mma_wgrad import supports
 from .row_mma import images_of_row, in_rows
 
 if SUPPORTED:
-    from .fp16_split_wgrad_kernel import conv_half_wgrad_kernel
+    from .fp16_split_wgrad_kernel import conv_fp16_split_wgrad_kernel
 
 _PIXELS = 128  # of a tile
 _WIDTHS = (8, 16, 32, 64)
@@ -83,7 +83,7 @@ def launch_half(tile: Fp16SplitWgrad, splits: int, operands: WgradOperands) -> N
     x_parts, dy_parts, factors = in_halves(x, dy, parts)
     images, rows = images_of_row(w), _rows(w)
     absent = [None] * (2 - parts)
-    conv_half_wgrad_kernel[(co * ci // 64**2 * splits,)](
+    conv_fp16_split_wgrad_kernel[(co * ci // 64**2 * splits,)](
         *(in_rows(part, 1, images) for part in x_parts),
         *absent,
         *(in_rows(part, rows, images) for part in dy_parts),

@@ -167,7 +167,7 @@ def _accumulate(
 
 
 @gluon.jit(do_not_specialize=["tiles"])
-def conv_half_wgrad_kernel(
+def conv_fp16_split_wgrad_kernel(
     x_desc,  # float16 [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one
     x_small_desc,  # row; the second part, or None: one product
     dy_desc,  # float16 [N, H, W, CO] in boxes of 128 pixels, or in that order too

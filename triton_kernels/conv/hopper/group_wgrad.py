@@ -22,7 +22,7 @@ from . import row_mma as gluon_rows
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .group_wgrad_kernels import conv_points_group_wgrad_kernel, conv_rows_group_wgrad_kernel
+    from .group_wgrad_kernels import conv_pointwise_group_wgrad_kernel, conv_row_group_wgrad_kernel
 
 MOST = 4  # gradients in one launch
 _PIXELS_OF_ROWS = 256  # of a tile
@@ -132,7 +132,7 @@ def launch(gradients: Sequence[Gradient], tile: Tile, steps: int, parts: Tensor)
     channels = [g.x.shape[3] for g in gradients] + [0] * absent
     channels += [g.dy.shape[3] for g in gradients] + [0] * absent
     if rows:
-        conv_rows_group_wgrad_kernel[(parts.shape[0],)](
+        conv_row_group_wgrad_kernel[(parts.shape[0],)](
             *operands,
             parts,
             *channels,
@@ -146,7 +146,7 @@ def launch(gradients: Sequence[Gradient], tile: Tile, steps: int, parts: Tensor)
             maxnreg=128,
         )
         return
-    conv_points_group_wgrad_kernel[(parts.shape[0],)](
+    conv_pointwise_group_wgrad_kernel[(parts.shape[0],)](
         *operands,
         parts,
         *channels,

@@ -153,8 +153,8 @@ def _accumulate_rows(
 
 
 @gluon.jit(do_not_specialize=["tiles"])
-def conv_rows_group_wgrad_kernel(
-    x1_desc,  # as in `conv_rows_wgrad_kernel`
+def conv_row_group_wgrad_kernel(
+    x1_desc,  # as in `conv_row_wgrad_kernel`
     dy1_desc,
     x2_desc,
     dy2_desc,
@@ -245,7 +245,7 @@ def _accumulate_points(
 
 
 @gluon.jit(do_not_specialize=["tiles"])
-def conv_points_group_wgrad_kernel(
+def conv_pointwise_group_wgrad_kernel(
     x1_desc,  # [pixels, CI] in boxes [64, 64]
     dy1_desc,  # [pixels, CO] in such boxes
     x2_desc,

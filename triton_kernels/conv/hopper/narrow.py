@@ -18,7 +18,7 @@ from .operands import Operands, filters_in_boxes
 from .row_mma import in_rows
 
 if SUPPORTED:
-    from .narrow_output import conv_narrow_out_kernel
+    from .narrow_output import conv_narrow_output_kernel
 
 _RESERVED = 6144  # bytes of shared memory for barriers, 2 KB of y a warpgroup, and the hardware
 
@@ -57,7 +57,7 @@ def launch(config: NarrowOutput, operands: Operands) -> None:
     tiles = -(-n // images) * rounds
     blocks = min(programs(width, c) * device.num_sms, tiles)
     overlap = overlapping(operands.x.device, 0)
-    conv_narrow_out_kernel[(blocks,)](
+    conv_narrow_output_kernel[(blocks,)](
         in_rows(operands.x, 1, images),
         filters_in_boxes(operands.weight, 16),
         operands.y,

@@ -127,7 +127,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_h", "H"])
-def conv_narrow_out_kernel(
+def conv_narrow_output_kernel(
     x_desc,  # [N, H, W, K] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, K] in boxes of one row
     w_desc,  # [9, CO, K] in boxes [1, 16, 64]; beyond CO are zeros
     y_ptr,  # [N, H, W, 16]

@@ -24,7 +24,7 @@ from . import row_mma
 from .group_wgrad import MOST, Gradient
 
 if SUPPORTED:
-    from .rounds_wgrad_kernel import conv_rows_rounds_wgrad_kernel
+    from .rounds_wgrad_kernel import conv_rounds_wgrad_kernel
 
 NUMBERS = 9 * 64 * 64  # of a block
 _STAGES = 2
@@ -103,7 +103,7 @@ def launch(
     channels = [g.x.shape[3] for g in gradients] + [0] * absent
     channels += [g.dy.shape[3] for g in gradients] + [0] * absent
     cut = parts.shape[0] * config.splits
-    conv_rows_rounds_wgrad_kernel[(whole + cut,)](
+    conv_rounds_wgrad_kernel[(whole + cut,)](
         *operands,
         *[None] * (3 * absent),
         *(g.out for g in gradients),

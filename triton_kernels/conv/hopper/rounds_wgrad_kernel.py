@@ -94,8 +94,8 @@ def _accumulate(
 
 
 @gluon.jit(do_not_specialize=["tiles", "whole"])
-def conv_rows_rounds_wgrad_kernel(
-    x1_desc,  # as in `conv_rows_wgrad_kernel`
+def conv_rounds_wgrad_kernel(
+    x1_desc,  # as in `conv_row_wgrad_kernel`
     dy1_desc,
     sides1_desc,  # or None: rows are whole
     x2_desc,

@@ -40,9 +40,9 @@ from .refusals import refuse_3x3, refuse_rows
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .row_wgrad import conv_rows_wgrad_kernel
-    from .stationary_weights import conv_resident_kernel
-    from .stationary_weights_concat import conv_resident_two_kernel
+    from .row_wgrad import conv_row_wgrad_kernel
+    from .stationary_weights import conv_stationary_weights_kernel
+    from .stationary_weights_concat import conv_stationary_weights_concat_kernel
 
 _PIXELS = 256  # of a tile
 _STAGES = 2  # of pixels, and of three filters
@@ -149,7 +149,7 @@ def _launch_resident(operands: Operands, rows: int) -> None:
     norm = operands.norm
     makers = norm.makers if norm else 0
     made = [operands.x if makers else None, norm and norm.table]
-    conv_resident_kernel[(programs,)](
+    conv_stationary_weights_kernel[(programs,)](
         *operands.tensors(partial(_in_rows_of, w), partial(in_rows, rows=2)),
         *(operands.means or (None, None)),
         *norm_arguments,
@@ -203,7 +203,7 @@ def launch_two(
     n, h, w, _ = x1.shape
     tiles = n * h // 2
     overlap = overlapping(x1.device, 0)
-    conv_resident_two_kernel[(min(describe(x1.device).num_sms, tiles),)](
+    conv_stationary_weights_concat_kernel[(min(describe(x1.device).num_sms, tiles),)](
         x1,
         x2,
         filters_in_boxes(weight),
@@ -394,7 +394,7 @@ def weight_grad(
     ragged = not narrow and (ci % 64 > 0 or co % 64 > 0)
     assert (columns == 1 and not ragged) or (x2 is None and not narrow)
     blocks = co // 64 if narrow else wgrad_blocks(co, ci) + wgrad_blocks(co2, ci2)
-    conv_rows_wgrad_kernel[(blocks * parts.shape[0],)](
+    conv_row_wgrad_kernel[(blocks * parts.shape[0],)](
         in_rows(few, 1, images, width, 16 if narrow else 64),
         in_rows(many, rows, images, width, 64),
         None if x2 is None else in_rows(x2, 1, images, width, 64),

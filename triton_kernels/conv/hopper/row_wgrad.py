@@ -165,7 +165,7 @@ def _accumulate(
 
 
 @gluon.jit(do_not_specialize=["tiles"])
-def conv_rows_wgrad_kernel(
+def conv_row_wgrad_kernel(
     x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one row;
     # or in boxes of 16 channels, of which there is one block and CI of them count
     dy_desc,  # [N, H, W, CO] in boxes of 256 pixels, or in that order too

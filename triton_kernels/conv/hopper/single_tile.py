@@ -4,8 +4,8 @@ all of it at once.
     y = conv(x) + bias + residual,   and its partial sums, or act(norm(y)) where a tile is an image
 
 Filters are asked for before the program waits for the launch in front, which does not write them;
-behind the wait come all of its pixels and the residual, in one trip to memory. `bare_once` is this
-for the public op.
+behind the wait come all of its pixels and the residual, in one trip to memory. The public op's is
+`unfused_single_tile`.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from ...runtime.device import Device
 from .operands import Means, NormOfResult
 
 if SUPPORTED:
-    from .single_tile_kernels import conv_once_kernel
+    from .single_tile_kernels import conv_single_tile_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -31,8 +31,8 @@ _TILES = 2  # for each multiprocessor
 
 
 def refuse(spec: ConvSpec, gpu: Device, most: int | None = None) -> str | None:
-    """Why `conv_once` cannot do it, or should not: it has whole tiles of one image each, of which
-    there are not many."""
+    """Why `conv_single_tile` cannot do it, or should not: it has whole tiles of one image each,
+    of which there are not many."""
     if reason := missing(gpu, spec.itemsize):
         return reason
     if spec.taps > 1 or spec.k > _MAX_CHANNELS:
@@ -58,7 +58,7 @@ def work(spec: ConvSpec) -> Work:
     )
 
 
-def conv_once(
+def conv_single_tile(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, 1, 1] in channels_last memory, dtype of x
     bias: Tensor,  # float32 [CO]
@@ -109,7 +109,7 @@ def launch(
         then = normed.activation, normed.channels, normed.keep
         second = normed.second
         tiles += m // PIXELS * (second // 64)
-    conv_once_kernel[(tiles,)](
+    conv_single_tile_kernel[(tiles,)](
         in_tiles(x),
         in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
         None if residual is None else in_tiles(residual),

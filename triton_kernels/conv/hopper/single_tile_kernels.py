@@ -1,6 +1,6 @@
 """The kernel of `conv.hopper.single_tile`: a tile of a 1x1 convolution with its epilogue.
 
-Every buffer and every barrier is an allocation of its own, as in `bare_once`.
+Every buffer and every barrier is an allocation of its own, as in `unfused_single_tile`.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ from .epilogue_norm import norm_of_tile
 
 
 @gluon.jit
-def conv_once_kernel(
+def conv_single_tile_kernel(
     x_desc,  # [M, K] in boxes [PIXELS, 64]
     w_desc,  # [C, K] in boxes [64, 64]
     residual_desc,  # [M, C] in boxes [PIXELS, 64], or None

@@ -293,7 +293,7 @@ def _multiply(
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_h"])
-def conv_resident_kernel(
+def conv_stationary_weights_kernel(
     x_desc,  # [N, H, W, K] in boxes [1, 1, W, K], where K is 64 or 16: x, or dy
     w_desc,  # [9, CO, CI] in boxes [1, 64, K]; DGRAD: [1, K, 64]
     beside1_desc,  # [N, H, W, C] in boxes [1, 2, W, 64], or None: the residual; DGRAD: x

@@ -178,7 +178,7 @@ def _load(w_desc, w_bufs, w_full):
 
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_h"])
-def conv_resident_two_kernel(
+def conv_stationary_weights_concat_kernel(
     x1_ptr,  # [N, H, W, 64]
     x2_ptr,  # [N, H, W, 64]
     w_desc,  # [9, 64, 128] in boxes [1, 64, 64]

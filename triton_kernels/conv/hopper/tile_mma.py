@@ -38,7 +38,7 @@ from .refusals import refuse_3x3
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .tile_mma_kernels import conv_tiles_kernel
+    from .tile_mma_kernels import conv_tile_mma_kernel
 
 
 @configures("tile_mma")
@@ -124,7 +124,7 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         then = normed.activation_name, normed.channels, normed.keep
         count += -(-n // images) * (second // 64)
     act, group, keep = then
-    conv_tiles_kernel[(min(count, device.num_sms),)](
+    conv_tile_mma_kernel[(min(count, device.num_sms),)](
         *operands.tensors(read, written),
         *(means or (None, None)),
         *vectors,

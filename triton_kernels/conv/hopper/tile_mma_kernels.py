@@ -50,7 +50,7 @@ from .tile_mma_loop import Blocks, Tiles, block_chunks, pixels_from, place_of_fi
 class _Pointwise:
     """Tensors of which 1x1 convolutions are added."""
 
-    x1_desc: gl.tensor  # as in `conv_tiles_kernel`
+    x1_desc: gl.tensor  # as in `conv_tile_mma_kernel`
     w1_desc: gl.tensor
     x2_desc: gl.tensor
     w2_desc: gl.tensor
@@ -61,7 +61,7 @@ class _Pointwise:
 
 @aggregate
 class _Dropout:
-    """What it has kept of dz, as in `conv_tiles_kernel`."""
+    """What it has kept of dz, as in `conv_tile_mma_kernel`."""
 
     kept_ptr: gl.tensor
     factor: gl.tensor
@@ -69,7 +69,7 @@ class _Dropout:
 
 @aggregate
 class _Results:
-    """What is written, as in `conv_tiles_kernel`."""
+    """What is written, as in `conv_tile_mma_kernel`."""
 
     y_desc: gl.tensor
     partial_ptr: gl.tensor
@@ -80,7 +80,7 @@ class _Results:
 
 @aggregate
 class _Norm:
-    """act(norm(y beside x2)), as in `conv_tiles_kernel`."""
+    """act(norm(y beside x2)), as in `conv_tile_mma_kernel`."""
 
     a_desc: gl.tensor
     x2_desc: gl.tensor
@@ -402,7 +402,7 @@ def _store_normed(
 
 
 @gluon.jit(do_not_specialize=["N", "H"])
-def conv_tiles_kernel(
+def conv_tile_mma_kernel(
     x_desc,  # [H, N, W, K] in boxes [2, IMAGES, W, 64]: x, or dy
     w_desc,  # [9, CO, CI] in boxes [1, 64, 64]
     beside1_desc,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64], or None: residual; DGRAD: x

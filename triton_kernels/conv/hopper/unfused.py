@@ -24,10 +24,10 @@ from .operands import filters_in_boxes
 from .tile_mma import WIDTHS, cut, in_rows
 
 if SUPPORTED:
-    from .unfused_pointwise import conv_bare_points_kernel, conv_bare_ring_kernel
-    from .unfused_single_tile import conv_bare_once_kernel
-    from .unfused_single_tile_tf32 import conv_bare_once_tf32_kernel
-    from .unfused_tiles import conv_bare_tiles_kernel
+    from .unfused_pointwise import conv_unfused_pointwise_kernel, conv_unfused_ring_kernel
+    from .unfused_single_tile import conv_unfused_single_tile_kernel
+    from .unfused_single_tile_tf32 import conv_unfused_single_tile_tf32_kernel
+    from .unfused_tiles import conv_unfused_tiles_kernel
 
 
 @configures("unfused_tiles")
@@ -185,7 +185,7 @@ def _launch_once_tf32(config: UnfusedSingleTileTf32, operands: ConvOperands) -> 
     k, c, _, _ = weight.shape
     m = dy.numel() // k
     channels, pixels, warps, programs = config
-    conv_bare_once_tf32_kernel[(triton.cdiv(m, pixels) * triton.cdiv(c, channels),)](
+    conv_unfused_single_tile_tf32_kernel[(triton.cdiv(m, pixels) * triton.cdiv(c, channels),)](
         in_boxes(dy, [m, k], [k, 1], [pixels, 32]),
         in_boxes(weight, [k, c], [c, 1], [32, channels]),
         in_boxes(dx, [m, c], [c, 1], [pixels, channels]),
@@ -209,7 +209,7 @@ def _launch_tiles(config: UnfusedTiles, operands: ConvOperands) -> None:
         options = following(x.device) if operands.follows else overlapping(x.device)
     else:
         rings, result, options = _rings(x, config.block_m, images), in_rows(y, rows, images), {}
-    conv_bare_tiles_kernel[(min(tiles, describe(x.device).num_sms),)](
+    conv_unfused_tiles_kernel[(min(tiles, describe(x.device).num_sms),)](
         in_rows(x, 2, images, block),
         filters_in_boxes(weight, 64, block),
         result,
@@ -272,7 +272,7 @@ def _launch_points(config: UnfusedPointwise, operands: ConvOperands) -> None:
     blocks, out = _blocks(k, describe(x.device), channels, pixels)
     groups = triton.cdiv(c, channels)
     rounds = min(triton.cdiv(m, pixels), max(1, describe(x.device).num_sms // groups))
-    conv_bare_points_kernel[(groups * rounds,)](
+    conv_unfused_pointwise_kernel[(groups * rounds,)](
         *_matrices(x, weight, y, pixels),
         bias,
         m,
@@ -308,7 +308,7 @@ def _launch_ring(config: UnfusedRing, operands: ConvOperands) -> None:
     channels, pixels = config
     blocks = _blocks_in_ring(x, channels, pixels)
     tiles = triton.cdiv(m, pixels) * triton.cdiv(c, channels)
-    conv_bare_ring_kernel[(min(tiles, describe(x.device).num_sms),)](
+    conv_unfused_ring_kernel[(min(tiles, describe(x.device).num_sms),)](
         *_matrices(x, weight, y, pixels),
         bias,
         m,
@@ -335,7 +335,7 @@ def _launch_once(config: UnfusedSingleTile, operands: ConvOperands) -> None:
     c = y.shape[3]
     channels, pixels, warps, programs = config
     tiles = triton.cdiv(m, pixels) * triton.cdiv(c, channels)
-    conv_bare_once_kernel[(tiles,)](
+    conv_unfused_single_tile_kernel[(tiles,)](
         *_matrices(x, weight, y, pixels),
         bias,
         c,

@@ -3,14 +3,14 @@
 Such a convolution is bound by memory, and a matrix product in the usual tiles by the L2 cache: it
 fetches the filters again for every tile of pixels, and the pixels for every block of channels.
 
-`conv_bare_points_kernel`: a program keeps the filters of its channels, all of K, and lets the
+`conv_unfused_pointwise_kernel`: a program keeps the filters of its channels, all of K, and lets the
 pixels pass by; two warpgroups take a tile each in turn.
 
-`conv_bare_ring_kernel`: filters of 320 and more channels leave no room for pixels if they stay, and
-a program a tile has an end and a beginning in which nothing is fetched (`bare_once`). Here a
-program goes from tile to tile, pixels and filters pass by in one ring, and a warp fetches those of
-the next tile while this one's results are stored. A tile has all of 192 channels, of which a
-warpgroup does 64: pixels are fetched once.
+`conv_unfused_ring_kernel`: filters of 320 and more channels leave no room for pixels if they stay,
+and a program a tile has an end and a beginning in which nothing is fetched (`unfused_single_tile`).
+Here a program goes from tile to tile, pixels and filters pass by in one ring, and a warp fetches
+those of the next tile while this one's results are stored. A tile has all of 192 channels, of which
+a warpgroup does 64: pixels are fetched once.
 """
 
 from triton.experimental import gluon
@@ -137,7 +137,7 @@ def _multiply(GROUP: gl.constexpr, p, x, w_bufs, w_full, y_bufs, turns, first, s
 
 
 @gluon.jit(do_not_specialize=["M"])
-def conv_bare_points_kernel(
+def conv_unfused_pointwise_kernel(
     x_desc,  # as in `_Product`
     w_desc,
     y_desc,
@@ -223,7 +223,7 @@ def _multiply_with_filters(GROUP: gl.constexpr, p, ring, y_bufs, tiles, groups):
 
 
 @gluon.jit(do_not_specialize=["M"])
-def conv_bare_ring_kernel(
+def conv_unfused_ring_kernel(
     x_desc,  # as in `_Product`
     w_desc,
     y_desc,

@@ -53,7 +53,7 @@ def _load_bias(bias_ptr, c0, C, VECTOR: gl.constexpr):
 
 
 @gluon.jit
-def conv_bare_once_kernel(
+def conv_unfused_single_tile_kernel(
     x_desc,  # [M, K] in boxes [PIXELS, 64]: x, or dy
     w_desc,  # [CO, CI] in boxes [64, 64]
     y_desc,  # [M, C] in boxes [PIXELS, 64]: y, or dx

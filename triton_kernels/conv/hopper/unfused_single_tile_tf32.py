@@ -1,4 +1,4 @@
-"""`bare_once` for the input gradient of 1x1 filters in TF32, whose filters it turns on their way.
+"""`unfused_single_tile` for the input gradient of 1x1 filters in TF32, which it transposes.
 
 In four bytes wgmma takes its operands from shared memory only with the sum's index innermost, and
 that of an input gradient, CO, is outermost in the filters. To turn them before is a launch, half of
@@ -39,7 +39,7 @@ def _turned_filters(
 
 
 @gluon.jit
-def conv_bare_once_tf32_kernel(
+def conv_unfused_single_tile_tf32_kernel(
     dy_desc,  # float32 [M, K] in boxes [PIXELS, 32]
     w_desc,  # float32 [K, C] in boxes [32, 64]
     dx_desc,  # float32 [M, C] in boxes [PIXELS, 64]

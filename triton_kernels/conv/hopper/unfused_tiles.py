@@ -71,8 +71,8 @@ def _store(acc, y_desc, y_buf, n, h0, c0):
 
 @gluon.jit
 def _multiply(GROUP: gl.constexpr, y, y_bufs, blocks, turns, tiles, bias_ptr, K, N, H, C):
-    """Every other tile, beginning with that of GROUP; in turn, as in `bare_points`. N, H and C are
-    of TF32."""
+    """Every other tile, beginning with that of GROUP; in turn, as in `unfused_pointwise`. N, H and
+    C are of TF32."""
     PIXELS: gl.constexpr = blocks.PIXELS
     CHANNELS: gl.constexpr = 1024 // blocks.w_bufs.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, CHANNELS // 4])
@@ -115,7 +115,7 @@ def _multiply(GROUP: gl.constexpr, y, y_bufs, blocks, turns, tiles, bias_ptr, K,
 
 
 @gluon.jit(do_not_specialize=["N", "H"])
-def conv_bare_tiles_kernel(
+def conv_unfused_tiles_kernel(
     x_desc,  # [H, N, W, K] in boxes [2, IMAGES, W, 64; 32 in TF32]: x, or dy
     w_desc,  # [9, CO, CI] in boxes [1, 64, 64; 32 in TF32]
     y,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64]: y, or dx; in TF32 a pointer to [N, H, W, C]

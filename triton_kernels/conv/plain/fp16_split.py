@@ -79,7 +79,7 @@ def _power_of_two(exponent):
 
 
 @triton.jit
-def _halves_kernel(
+def _fp16_split_kernel(
     x_ptr,  # [M, CI]
     dy_ptr,  # [M, CO]
     x_out_ptr,  # float16 [PARTS, M, CI]
@@ -148,7 +148,7 @@ def in_halves(
         x, dy, largest, m, ci, co, BLOCK_M=_PIXELS_LOOKING, BLOCK_C=_CHANNELS, num_warps=8,
         **overlapping(x.device),
     )  # fmt: skip
-    _halves_kernel[(chunks, _programs(m, _PIXELS_CONVERTING, most))](
+    _fp16_split_kernel[(chunks, _programs(m, _PIXELS_CONVERTING, most))](
         x, dy, *halves, largest, factors, m, ci, co, splits, PARTS=parts,
         BLOCK_P=triton.next_power_of_2(splits), BLOCK_M=_PIXELS_CONVERTING, BLOCK_C=_CHANNELS,
         **following(x.device),

@@ -31,7 +31,7 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 
 @triton.jit
-def _columns_fwd_kernel(
+def _im2col_fwd_kernel(
     x_desc,  # [M, CI] in boxes [BLOCK_M, BLOCK_K]
     w_desc,  # [CO * R * S, CI] in boxes [BLOCK_C, BLOCK_K]
     z_desc,  # float32 [CO * R * S, M in multiples of 16 bytes] in boxes [BLOCK_C, BLOCK_M]
@@ -151,7 +151,7 @@ def launch(tile: Im2colFwd, operands: ConvOperands) -> None:
     plane = triton.cdiv(pixels, 4) * 4
     z = _empty((columns, plane), dtype=torch.float32, device=x.device)
     filters = weight.permute(0, 2, 3, 1).view(columns, ci)
-    _columns_fwd_kernel[(triton.cdiv(pixels, block_m),)](
+    _im2col_fwd_kernel[(triton.cdiv(pixels, block_m),)](
         in_boxes(as_one_row(x)[0, 0], [block_m, block_k]),
         in_boxes(filters, [block_c, block_k]),
         in_boxes(z, [block_c, block_m]),

@@ -26,7 +26,7 @@ _TILE = mma_wgrad.TILES[0]
 
 
 @triton.jit(do_not_specialize=["H", "W", "P", "Q", "num_pixels"])
-def _columns_kernel(
+def _im2col_wgrad_kernel(
     x_ptr,  # [N, H, W, CI]
     out_ptr,  # [N * P * Q, WIDTH]
     H,
@@ -110,7 +110,7 @@ def to_columns(
     columns = x.new_empty((n, p, q, width))
     block_w = triton.next_power_of_2(width)
     block_m = 4096 // block_w
-    _columns_kernel[(triton.cdiv(n * p * q, block_m),)](
+    _im2col_wgrad_kernel[(triton.cdiv(n * p * q, block_m),)](
         x, columns, h, w, p, q, n * p * q, CI=ci, S=s, TAPS=r * s, STRIDE=stride,
         PAD_H=padding[0], PAD_W=padding[1], WIDTH=width, BLOCK_W=block_w, BLOCK_M=block_m,
         num_warps=4,

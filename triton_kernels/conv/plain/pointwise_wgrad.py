@@ -44,7 +44,7 @@ TILES = [  # for few, some and many pixels
 
 
 @triton.jit(do_not_specialize=["M", "pixels_per_split"])
-def _points_wgrad_kernel(
+def _pointwise_wgrad_kernel(
     a_desc,  # float32 [M, A] in boxes [BLOCK_M, BLOCK_A]: dy, or x
     b_desc,  # float32 [M, B] in boxes [BLOCK_M, BLOCK_B]: x, or dy
     out_ptr,  # [splits, CO, CI]
@@ -116,7 +116,7 @@ def launch_points(tile: PointwiseWgrad, splits: int, operands: WgradOperands) ->
         operands.reverse()
         strides = (1, ci)
     (a, num_a), (b, num_b) = operands
-    _points_wgrad_kernel[(_blocks(num_a, num_b, tile), splits)](
+    _pointwise_wgrad_kernel[(_blocks(num_a, num_b, tile), splits)](
         TensorDescriptor(a, [m, num_a], [num_a, 1], [tile.block_m, tile.block_co]),
         TensorDescriptor(b, [m, num_b], [num_b, 1], [tile.block_m, tile.block_ci]),
         partial,

@@ -3,7 +3,7 @@
 One image of 8x8 pixels and 256 channels is four tiles, each a chain of 36 products, on a GPU with
 room for hundreds. Cut into S parts the chains are S times shorter, and S times as many programs
 work. The parts are not added here: what comes next, a norm, has to read the whole image anyway and
-adds them as it does (`norm_whole`), with the bias, the embedding and the residual.
+adds them as it does (`norm_single_cta`), with the bias, the embedding and the residual.
 
     parts[s, n, co, p]   float32; their sum over s is conv(x) + the 1x1 convolutions of `extra`
 """

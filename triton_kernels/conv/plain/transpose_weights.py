@@ -30,7 +30,7 @@ def _store_parts(ptrs, v, mask, part_stride, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _turn_filters_kernel(
+def _transpose_weights_kernel(
     w_ptr,  # [CO, TAPS, CI]
     out_ptr,  # [PARTS, CI, TAPS, CO], the taps counted backwards
     CO,
@@ -68,7 +68,7 @@ def transpose_weights(
     co, ci, r, s = weight.shape
     out = _empty((parts, ci, r, s, co), dtype=torch.float32, device=weight.device)
     block = 32
-    _turn_filters_kernel[(triton.cdiv(co, block), triton.cdiv(ci, block), r * s)](
+    _transpose_weights_kernel[(triton.cdiv(co, block), triton.cdiv(ci, block), r * s)](
         weight, out, co, ci, r * s, weight.numel(), PARTS=parts, BLOCK=block,
         **overlapping(weight.device),
     )  # fmt: skip

@@ -34,8 +34,8 @@ from .conv import (
 )
 from .conv_and_norm import (
     conv_means,
-    conv_meeting,
     conv_norm,
+    conv_norm_grid_sync,
     norm_conv,
     norm_conv_of_two,
     norm_linear_few,
@@ -57,7 +57,7 @@ from .norms import (
 from .one_launch_norms import (
     norm_of_sums,
     norm_of_sums_upsampled,
-    norm_whole,
+    norm_single_cta,
 )
 from .parts import conv_split, resample_parts, sum_parts
 from .resample import avg_pool, avg_pool_grad, avg_pool_partials, upsample, upsample_grad
@@ -92,7 +92,7 @@ __all__ = [
     "conv_forward",
     "conv_input_grad",
     "conv_means",
-    "conv_meeting",
+    "conv_norm_grid_sync",
     "conv_norm",
     "conv_of_upsampled",
     "conv_of_upsampled_input_grad",
@@ -119,7 +119,7 @@ __all__ = [
     "norm_of_sums",
     "norm_of_sums_upsampled",
     "norm_table",
-    "norm_whole",
+    "norm_single_cta",
     "pad_channels",
     "project",
     "projected_attention",

@@ -10,7 +10,7 @@ from .one_launch_norms import norm_of_sums
 from .resample import avg_pool_partials, upsample
 
 
-def conv_meeting(x, weight, bias, norm, *, zeros=None, **terms):
+def conv_norm_grid_sync(x, weight, bias, norm, *, zeros=None, **terms):
     """As `conv_norm`."""
     return conv_norm(x, weight, bias, norm, **terms)
 

@@ -9,7 +9,7 @@ from .parts import sum_parts
 from .resample import avg_pool, upsample
 
 
-def norm_whole(
+def norm_single_cta(
     x1, x2, num_groups, weight, bias, eps, activation, scale=None, shift=None, keep=True, pool=False
 ):
     """(act(norm(x)) of x1 beside x2, x1), where x1 may be a convolution in parts, and only kept if
