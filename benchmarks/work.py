@@ -29,7 +29,6 @@ _FAMILIES = {
         "conv_norm",
         "norm_conv",
         "norm_conv_of_two",
-        "norm_linear_few",
         "conv_split",
         "conv_down",
         "conv_upsampled",

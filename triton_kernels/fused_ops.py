@@ -36,7 +36,6 @@ from .conv.fused import (
     conv_weight_grad,
 )
 from .conv.norm_conv import NORM_CONV, norm_conv, norm_conv_of_two
-from .conv.plain.norm_linear import NORM_LINEAR, norm_linear_few
 from .conv.plain.pad_channels import pad_channels
 from .conv.plain.split_k import CONV_SPLIT, conv_split
 from .conv.skip_dx import skip_dx
@@ -111,7 +110,6 @@ __all__ = [
     "norm_conv_of_two",
     "norm_dx",
     "norm_grad_table",
-    "norm_linear_few",
     "norm_of_sums",
     "norm_of_sums_upsampled",
     "norm_table",
@@ -139,7 +137,6 @@ OPS = {
         CONV_NORM,
         CONV_SPLIT,
         NORM_CONV,
-        NORM_LINEAR,
         NORM_SINGLE_CTA,
         PROJECTED,
         UPSAMPLED,

@@ -109,7 +109,6 @@ JOINED = {
     "conv_of_upsampled": "conv(upsample(x)), on x",
     "conv_upsampled": "conv(a), of which the first channels were upsampled",
     "projected_attention": "attention of x [Wq, Wk, Wv], or of norm(x)",
-    "norm_linear": "norm(x) weight^T + bias",
 }
 # what it becomes where images are rows of a few positions, see `join.stages`; sums are in parts,
 # and an activation is what no launch has made: film(mish(norm(sums))) + residual

@@ -33,7 +33,6 @@ from .test_fused_unet_kernels import ODD, build, unet64
 CALLS = (
     "conv_few",
     "conv_split",
-    "norm_linear_few",
     "norm_of_sums",
     "norm_table",
     "norm_single_cta",

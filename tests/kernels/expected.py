@@ -123,7 +123,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "_largest_kernel": Expect(tma=False),
     "norm_attention_kernel": _REGISTERS,
     "norm_dx_kernel": [({"TILES": 4, "BLOCK_P": 16}, Expect(spills=4)), ({}, Expect())],
-    "_norm_linear_kernel": _SHARED,
     "norm_from_partials_kernel": Expect(narrow=False),
     "_pointwise_wgrad_kernel": _NONE,
     "_qkv_attention_kernel": [({"BLOCK_T": 16}, _NONE), ({}, _REGISTERS)],

@@ -6,9 +6,6 @@ import torch
 from triton_kernels.attention import small_batch as qkv_attention
 from triton_kernels.conv import one_row as conv_one_row
 from triton_kernels.conv.plain import (
-    norm_linear as norm_linear_few,
-)
-from triton_kernels.conv.plain import (
     small_batch as conv_early,
 )
 from triton_kernels.conv.plain import (
@@ -47,7 +44,6 @@ MODULES = (
     conv_split,
     norm_small_batch,
     norm_image_table,
-    norm_linear_few,
     norm_of_sums,
     norm_tables,
     norm_single_cta,

@@ -49,7 +49,6 @@ def test_what_one_launch_may_do_as_well(capsys):
         ("conv forward 1x8x8 256->256 3x3 bf16 op=conv_split", "-> early_parts"),
         ("conv forward 128x8x8 256->256 3x3 bf16 op=conv_split", "several launches: 512 whole"),
         ("conv forward 16x64x64 64->64 3x3 bf16 op=norm_conv", "-> stationary_weights"),
-        ("conv forward 1x8x8 256->768 1x1 bf16 op=norm_linear", "-> norm_linear"),
     ):
         assert main([line, "gpu=h100"]) == 0
         assert said in capsys.readouterr().out

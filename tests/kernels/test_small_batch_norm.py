@@ -1,4 +1,4 @@
-"""Norms at a small batch, in one launch, and linear layers beside them, against the reference."""
+"""Norms at a small batch, in one launch, against the reference."""
 
 import dataclasses
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.conv.plain import norm_linear as norm_linear_few
 from triton_kernels.conv.plain.split_k import SplitConv
 from triton_kernels.norm import (
     from_partials as norm_of_sums,
@@ -298,24 +297,6 @@ def test_tiles_are_compared_where_they_write(device, monkeypatch):
     assert len(found.times) > 1 and not found.rejected
 
 
-def check_norm_linear(n, h, w, c, co, groups, k, dtype, device):
-    x = randn(n, h, w, c, dtype=dtype, device=device, offset=1.0)
-    weight, bias = filters(co, c, 1, 1, dtype, device)[:, :, 0, 0], torch.randn(co, device=device)
-    norm = torch.randn(2, c, device=device)
-    rest = (partials_of(x, k), h * w, groups)
-    y = norm_linear_few.norm_linear_few(x, *rest, *norm, EPS, weight, bias)
-    exact = reference.group_norm(x.double(), groups, *as_double(*norm), eps=EPS)
-    low = reference.group_norm(x, groups, *norm, eps=EPS).to(dtype)
-    close(y, exact @ weight.double().T + bias.double(), (low @ weight.T + bias).to(dtype))
-
-
-@pytest.mark.parametrize(
-    "case", [(1, 8, 8, 24, 80, 4, 4), (2, 4, 8, 48, 64, 8, 2), (1, 8, 8, 32, 16, 4, 16)], ids=str
-)
-def test_norm_linear_few(case, device):
-    check_norm_linear(*case, torch.float16, device)
-
-
 @pytest.mark.parametrize(("shape", "k"), [((1, 16, 16, 32), 8), ((2, 12, 12, 16), 4)], ids=str)
 def test_partials_of_few_tensors_are_taken_by_many_programs(shape, k, device):
     x = randn(*shape, device=device)
@@ -437,10 +418,3 @@ def test_image_tables_of_the_model_s_shapes(c1, c2, ks, device):
         for _ in range(3):
             table = norm_image_table.norm_image_table(*norm, **film)
             torch.testing.assert_close(table, expected, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [(1, 16, 16, 192, 576, 32, 16), (2, 8, 16, 256, 64, 32, 8)])
-def test_norms_before_linear_layers_of_the_model_s_shapes(case, device):
-    for _ in range(3):
-        check_norm_linear(*case, torch.bfloat16, device)

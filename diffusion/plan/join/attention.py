@@ -1,7 +1,6 @@
 """Attention, with the projection to queries, keys and values and the norm before it."""
 
 from triton_kernels.attention.projected import projected_spec
-from triton_kernels.conv.fused_spec import forward_spec
 
 from ..graph import Node
 from .state import Joining, norm_inputs
@@ -44,19 +43,8 @@ def attention(j: Joining, node: Node) -> None:
         j.emit("projected_attention", {"x": x, **given}, node.outputs, node, **attrs)
         j.reason(node.out, "attention with the projection in front of it")
         return None
-    if norm is not None and _norm_linear(j, linear, norm):
-        j.emit("norm_linear", {"x": source, **given, **sums}, {"y": qkv}, linear, **of_norm)
-        j.forget(x)
-    else:
-        j.need(x)
-        j.emit("conv_few", linear.inputs, linear.outputs, linear)
+    j.need(x)
+    j.emit("conv_few", linear.inputs, linear.outputs, linear)
     attrs["scale"] = node.attrs["scale"]
     j.emit("attention", {"qkv": qkv}, node.outputs, node, **attrs)
     return None
-
-
-def _norm_linear(j: Joining, linear: Node, norm: Node) -> bool:
-    tiles = (j.dry[norm.inputs["partials0"]].shape[1],)
-    x, groups = j.dry[norm.inputs["x0"]], norm.attrs["groups"]
-    spec = forward_spec(x, j.filters(linear), groups=groups, tiles=tiles)
-    return j.joins("norm_linear", spec)

@@ -205,10 +205,3 @@ def _projected_attention(k, node, given):
         norm = given["partials0"], a["pixels"], *_affine(node, given)
     o = k.projected_attention(x, norm, _rows(given), _bias(given), a["heads"], a["order"])
     return o.view(node.out.shape)
-
-
-@launches("norm_linear")
-def _norm_linear(k, node, given):
-    norm = node.attrs["pixels"], *_affine(node, given)
-    y = k.norm_linear_few(given["x"], given["partials0"], *norm, _rows(given), _bias(given))
-    return y.view(node.out.shape)

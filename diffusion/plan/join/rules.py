@@ -11,7 +11,6 @@ keeps busy. `join` visits the nodes of a forward pass in order and turns
     conv, norm of few pixels        into `conv_norm`; for more images `conv_norm_grid_sync`, whose
                                     programs wait for one another
     conv to q, k, v; attention      into `projected_attention`; for many images with the norm before
-    norm, conv to q, k, v           for more positions into `norm_linear`
     norm, conv of large images      into `norm_conv`, `norm_conv_of_two`; with following 2x2 means
     conv, 2x2 means                 into `conv_means`
     upsample, conv                  into `conv_of_upsampled`, which computes on the small image

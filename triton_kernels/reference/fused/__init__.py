@@ -38,7 +38,6 @@ from .conv_and_norm import (
     conv_norm_grid_sync,
     norm_conv,
     norm_conv_of_two,
-    norm_linear_few,
 )
 from .inputs import begin_step, pad_channels, sinusoids
 from .joined import OPS, SMALL_NORM
@@ -115,7 +114,6 @@ __all__ = [
     "norm_conv_of_two",
     "norm_dx",
     "norm_grad_table",
-    "norm_linear_few",
     "norm_of_sums",
     "norm_of_sums_upsampled",
     "norm_table",

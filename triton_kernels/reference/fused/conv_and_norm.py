@@ -6,7 +6,6 @@ import torch
 from ... import reference
 from .conv import conv_forward
 from .norms import apply, norm_table
-from .one_launch_norms import norm_of_sums
 from .resample import avg_pool_partials, upsample
 
 
@@ -56,9 +55,3 @@ def norm_conv_of_two(
     pixels = (x1.shape[1] * x1.shape[2],) * 2
     table = norm_table(partials, pixels, num_groups, norm_weight, norm_bias, eps)
     return conv_forward(apply(x1, x2, table, activation), weight, bias, emb=emb, stats=True)
-
-
-def norm_linear_few(x, partials, pixels, num_groups, norm_weight, norm_bias, eps, weight, bias):
-    """norm(x) weight^T + bias"""
-    sums = (partials,), (pixels,), num_groups, norm_weight, norm_bias, eps
-    return norm_of_sums(x, None, *sums, "identity") @ weight.T + bias

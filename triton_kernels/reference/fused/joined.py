@@ -22,7 +22,6 @@ _FITS = {
     "conv_split": lambda s: s.h * s.w <= 24,
     # few channels; of what is added and upsampled on the way, to few channels
     "norm_conv": lambda s: s.c <= 32 if s.upsampled else s.r == 3 and (s.first or s.k) <= 32,
-    "norm_linear": lambda s: True,
     "norm_single_cta": lambda s: s.pixels * (s.c // s.groups) <= 300,
     # of few positions without the norm, of more with it, if the number of images is odd
     "projected_attention": lambda s: s.n % 2 == 1 if s.t > 40 else s.groups is None,
