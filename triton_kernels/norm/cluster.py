@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..activations import rounded_grad
 from ..hopper.descriptors import SUPPORTED, missing
-from ..registry.cost import of_passes
+from ..registry.cost import REGISTERS, of_passes
 from ..registry.kernel import Kernel, configures
 from ..registry.spec import NormSpec
 from ..runtime.device import Device, describe
@@ -59,7 +59,6 @@ _MOST_BYTES = 110 * 1024  # of an image that a thread block keeps: two to a mult
 _GOOD_BYTES = 64 * 1024  # three
 _LEAST_BYTES = 16 * 1024
 _MULTIPROCESSOR_BYTES = 220 * 1024  # of shared memory, less some for sums
-_REGISTERS = 65536  # of a multiprocessor
 _LEAST_REGISTERS, _MOST_REGISTERS = 64, 248  # of a thread
 _MOST_PARTS = 8
 _MOST_CONFIGS = 6
@@ -85,7 +84,7 @@ def _bytes(config: ClusterConfig, hw: int, tensors: int) -> int:
 def _launch(config: ClusterConfig, hw: int, tensors: int) -> dict[str, int]:
     """No more registers than let as many thread blocks on a multiprocessor as its memory does."""
     resident = _MULTIPROCESSOR_BYTES // _bytes(config, hw, tensors)
-    registers = _REGISTERS // (32 * config.num_warps * resident) // 8 * 8
+    registers = REGISTERS // (32 * config.num_warps * resident) // 8 * 8
     registers = min(max(registers, _LEAST_REGISTERS), _MOST_REGISTERS)
     return {"num_warps": config.num_warps, "num_ctas": config.ctas, "maxnreg": registers}
 

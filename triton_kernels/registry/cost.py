@@ -25,6 +25,7 @@ from ..runtime.device import Device
 _MEASURED = Path(__file__).parents[1] / "measured"
 # Architectures whose parameters kernels may borrow on one that nobody has fitted
 HOPPER, AMPERE = 90, 80
+REGISTERS = 65536  # of a multiprocessor
 _log = logging.getLogger(__name__)
 
 
@@ -41,6 +42,12 @@ class Work(NamedTuple):
     parts: int = 0  # bytes of the parts of a split sum
     splits: int = 1
     grad: bool = False  # whether the epilogue is an input gradient's
+
+
+def programs_at_a_time(shared: int, num_warps: int, gpu: Device, registers: int = 128) -> int:
+    """Programs that a multiprocessor holds at a time, of so many bytes of shared memory, and of so
+    many registers a thread; 0: there is no room for one."""
+    return min(gpu.shared_memory // shared, REGISTERS // (32 * num_warps * registers))
 
 
 def terms(work: Work, gpu: Device) -> tuple[float, ...]:

@@ -4,7 +4,7 @@ import math
 
 import triton
 
-from ...registry.cost import Work
+from ...registry.cost import Work, programs_at_a_time
 from ...registry.kernel import CLOCKS
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -98,7 +98,7 @@ def work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
 def _resident(config: Config, spec: ConvSpec, gpu: Device) -> int:
     """Programs that a multiprocessor holds at a time."""
     shared = _parts(spec) * sum(fetched(config, spec.itemsize)) * config.num_stages + 1024
-    return min(gpu.shared_memory // shared, 16 // config.num_warps)
+    return programs_at_a_time(shared, config.num_warps, gpu)
 
 
 def _parts(spec: ConvSpec) -> int:

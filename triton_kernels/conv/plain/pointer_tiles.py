@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import triton
 
-from ...registry.cost import Work
+from ...registry.cost import Work, programs_at_a_time
 from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -59,7 +59,6 @@ TILES = [
 ]
 FITTED_BY = ("rows", "sums", "step")  # what parameters of costs belong to
 _FEW = 16  # channels
-_REGISTERS = 65536  # of a multiprocessor
 _UNIT = 8  # channels: 16 bytes, which are fetched at once
 # Otherwise numbers are fetched one by one, each with a pointer: larger tiles spill registers
 _OF_SINGLE_NUMBERS = [PointerTile(c, 64, k, 4, 4) for c in (16, 64) for k in (16, 32)]
@@ -142,9 +141,8 @@ def work(
 def resident(sums: int, shared: int, num_warps: int, gpu: Device) -> int:
     """Programs that a multiprocessor holds at a time, of so many sums and bytes of shared memory:
     a thread has about 100 registers beside its sums, of at most 255."""
-    threads = 32 * num_warps
-    by_registers = _REGISTERS // (threads * min(255, sums // threads + 100))
-    return max(1, min(gpu.shared_memory // (shared + 1024), by_registers))
+    registers = min(255, sums // (32 * num_warps) + 100)
+    return max(1, programs_at_a_time(shared + 1024, num_warps, gpu, registers))
 
 
 def is_shared(num_warps: int, shared: int, gpu: Device) -> bool:

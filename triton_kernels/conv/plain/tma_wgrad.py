@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
-from ...registry.cost import Work
+from ...registry.cost import Work, programs_at_a_time
 from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
@@ -255,22 +255,16 @@ def _count_blocks(co: int, ci: int, all_taps: int, config: tuple, taps: int) -> 
     return blocks, all_taps // taps
 
 
-_REGISTERS = 128  # accumulators of a thread, with which a multiprocessor has two programs at most
-
-
 def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     co, ci = spec.of_filters
     box, _ = wgrad_box(c.block_m, *spec.pixels)
     pixels = math.prod(box)
     steps = triton.cdiv(count_boxes(box, *spec.pixels), c.splits)
     shared = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2 + 1024
-    resident = min(gpu.shared_memory // shared, 16 // c.num_warps)
     sums = c.block_co * c.block_ci * c.taps
-    if sums >= _REGISTERS * 32 * c.num_warps:
-        resident = min(resident, 2 if c.num_warps == 4 and sums < 200 * 128 else 1)
     return Work(
         tiles=math.prod(wgrad_blocks(spec, c, c.taps)) * c.splits,
-        resident=max(1, resident),
+        resident=max(1, programs_at_a_time(shared, c.num_warps, gpu)),
         products=sums * pixels * steps,
         fetched=pixels * (c.block_co + c.taps * c.block_ci) * 2 * steps,
         steps=steps,
