@@ -60,7 +60,6 @@ _FAMILIES = {
     "resample": (
         "avg_pool",
         "avg_pool_grad",
-        "avg_pool_partials",
         "upsample",
         "upsample_grad",
         "resample_parts",

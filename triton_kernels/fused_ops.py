@@ -63,7 +63,6 @@ from .norm.single_cta import NORM_SINGLE_CTA, norm_single_cta, resample_parts, s
 from .norm.tables import bias_grad, norm_grad_table, norm_table, tensor_partials
 from .reductions.column_sum import column_rows
 from .reductions.row_sums import RowSums
-from .resample.avg_pool_partials import avg_pool_partials
 from .resample.op import gather, spread, spread_add
 
 __all__ = [
@@ -78,7 +77,6 @@ __all__ = [
     "attention_forward",
     "avg_pool",
     "avg_pool_grad",
-    "avg_pool_partials",
     "begin_step",
     "bias_grad",
     "conv_down",

@@ -102,7 +102,6 @@ JOINED = {
     "conv_norm": "conv_fused, and the norm of it, beside another tensor perhaps",
     "conv_norm_grid_sync": "the same of larger images, by programs that wait for one another",
     "conv_means": "conv_fused, its 2x2 means, and their partials",
-    "avg_pool_partials": "2x2 means and their partials",
     "norm_conv": "conv_fused of norm(x), and perhaps as conv_means",
     "norm_conv_of_two": "conv_fused of norm([x0, x1])",
     "upsampled_filters": "sums of taps that multiply a small image, and filters of the others",

@@ -58,7 +58,6 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("sum_parts_kernel", "", "norm"),
         ("norm_single_cta_kernel", "", "norm"),
         ("resample_parts_kernel", "", "resample"),
-        ("_pool_partials_kernel", "", "resample"),
         ("_begin_step_kernel", "", "elementwise"),
         ("unheard_of", "", "other"),
     ],

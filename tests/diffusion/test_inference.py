@@ -40,7 +40,7 @@ CALLS = (
     "resample_parts",
     "sum_parts",
 )
-LARGE = ("avg_pool_partials", "norm_conv", "norm_conv_of_two", "norm_of_sums_upsampled")
+LARGE = ("norm_conv", "norm_conv_of_two", "norm_of_sums_upsampled")
 
 
 def replace(monkeypatch, name, function):
@@ -146,7 +146,7 @@ def test_means_in_the_launch_of_a_convolution(name, large, monkeypatch):
     limited(monkeypatch, "_MEANS_IMAGES", 2)
     without(monkeypatch, "conv_split")
     if large:
-        for limit in ("WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
+        for limit in ("WHOLE_PIXELS", "_FEW_TILES", "_VERY_FEW_TILES"):
             limited(monkeypatch, limit, 0)
     made = {}
     for op in ("conv_means", "avg_pool"):  # the former calls the latter
@@ -166,9 +166,8 @@ def test_means_in_the_launch_of_a_convolution(name, large, monkeypatch):
 
 @pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])
 def test_as_in_a_large_batch(name, calls, monkeypatch):
-    """Norms that upsample on their way, or within a convolution; means with their partials; whole
-    tiles."""
-    for limit in ("WHOLE_PIXELS", "_SMALL_ELEMENTS", "_FEW_TILES", "_VERY_FEW_TILES"):
+    """Norms that upsample on their way, or within a convolution; whole tiles."""
+    for limit in ("WHOLE_PIXELS", "_FEW_TILES", "_VERY_FEW_TILES"):
         limited(monkeypatch, limit, 0)
     without(monkeypatch, "conv_split", "projected_attention")
     model = make(MODELS[name], (16, 24)).eval()

@@ -11,8 +11,6 @@ from triton_kernels.norm import pass_grid
 from triton_kernels.norm import passes as norm_passes
 from triton_kernels.norm import tables as norm_tables
 from triton_kernels.reductions import column_sum, row_sums
-from triton_kernels.resample import avg_pool_partials as pool_partials
-from triton_kernels.resample import op as resample
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from .norm_cases import (
@@ -38,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    poison_outputs(monkeypatch, norm_passes, norm_tables, pool_partials, column_sum, row_sums)
+    poison_outputs(monkeypatch, norm_passes, norm_tables, column_sum, row_sums)
 
 
 def _table(halves, ks, groups, weight, bias, **film):
@@ -104,34 +102,6 @@ def test_tensor_partials(shape, pixels_of_a_tile, device):
     k = shape[1] * shape[2] // pixels_of_a_tile
     assert got.shape == (shape[0], k, 2, shape[3])
     assert_near("partials", got, partials_of(x, k))
-
-
-@pytest.mark.parametrize(
-    ("shape", "tiles"),
-    [
-        pytest.param((2, 4, 6, 8), 1, id="one-tile"),
-        pytest.param((1, 32, 48, 40), 6, id="six-tiles"),
-        pytest.param((3, 7, 11, 5), 1, id="odd-sizes"),
-        pytest.param((1, 2, 2, 136), 1, id="one-pixel, masked-second-block"),
-        pytest.param((1, 22, 2, 256), 1, id="a-column"),
-        pytest.param((0, 4, 4, 8), 1, id="empty-batch"),
-    ],
-)
-def test_pool_partials(shape, tiles, device):
-    x = randn(*shape, device=device, offset=3)
-    y, partials = pool_partials.avg_pool_partials(x)
-    assert_near("y", y, reference.avg_pool2d(x), floor=1e-6)
-    assert partials.shape == (shape[0], tiles, 2, shape[3])
-    assert_near("partials", partials, partials_of(y, tiles), floor=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(16, 64, 64, 64), (64, 32, 32, 128), (3, 30, 34, 72)])
-def test_pool_partials_on_the_gpu(shape):
-    x = randn(*shape, dtype=torch.bfloat16, device="cuda")
-    y, partials = pool_partials.avg_pool_partials(x)
-    assert torch.equal(y, resample.gather(x, 0.25))
-    assert_near("partials", partials, partials_of(y, partials.shape[1]), floor=1e-6)
 
 
 def _check_upsampled(n, h, w, c1, c2, dtype, device):

@@ -151,11 +151,6 @@ def _conv_means(k, node, given):
     return {"y": y, "partials": partials, "means": means, "sums": sums}
 
 
-@launches("avg_pool_partials")
-def _avg_pool_partials(k, node, given):
-    return dict(zip(("means", "sums"), k.avg_pool_partials(given["x"]), strict=True))
-
-
 @launches("norm_conv")
 def _norm_conv(k, node, given):
     x, weight, bias = _conv(given)

@@ -6,7 +6,6 @@ from ..graph import Node, Value
 from .state import TERMS, Joining, exact
 
 _POOLED_IMAGES = 4  # at most, of which a norm makes the means that it reads
-_SMALL_ELEMENTS = 2**18  # of means that do not leave their sums: those have few programs
 
 
 def moments(j: Joining, node: Node) -> None:
@@ -77,21 +76,15 @@ def avg_pool(j: Joining, node: Node) -> None:
         return _resample_parts(j, node)
     j.need(x)
     even = x.shape[1] % 2 == x.shape[2] % 2 == 0
-    whole = j.reads_whole(n * h * w * c, h * w)
-
-    if even and n <= _POOLED_IMAGES and whole:
-
-        def make() -> None:
-            j.large.pop(y, None)
-            j.keep(node)
-
-        j.large[y], j.later[y] = x, make
-        return None
-    summed = any(reader.op == "moments" for reader in j.readers(y))
-    if whole or not summed or not even or n * h * w * c <= _SMALL_ELEMENTS:
+    if not even or n > _POOLED_IMAGES or not j.reads_whole(n * h * w * c, h * w):
         j.keep(node)
         return None
-    j.emit("avg_pool_partials", {"x": x}, means(j, node), node)
+
+    def make() -> None:
+        j.large.pop(y, None)
+        j.keep(node)
+
+    j.large[y], j.later[y] = x, make
     return None
 
 

@@ -15,8 +15,7 @@ keeps busy. `join` visits the nodes of a forward pass in order and turns
     conv, 2x2 means                 into `conv_means`
     upsample, conv                  into `conv_of_upsampled`, which computes on the small image
     upsample, norm of a concat      into `norm_upsampled`, followed by `conv_upsampled`
-    2x2 means, norm of few pixels   into `norm_single_cta`; else means with their sums,
-                                    `avg_pool_partials`
+    2x2 means, norm of few pixels   into `norm_single_cta`
 
 The ops of the registry decide whether one launch can compute this, and whether several are faster
 (`Op.why_apart`). This module decides for how many pixels and images a rule is tried.

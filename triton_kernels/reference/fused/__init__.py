@@ -59,7 +59,7 @@ from .one_launch_norms import (
     norm_single_cta,
 )
 from .parts import conv_split, resample_parts, sum_parts
-from .resample import avg_pool, avg_pool_grad, avg_pool_partials, upsample, upsample_grad
+from .resample import avg_pool, avg_pool_grad, upsample, upsample_grad
 from .skip import skip_backward, skip_dx
 from .sums import RowSums, bias_grad, linear_grads, tensor_rows
 from .upsampled import (
@@ -82,7 +82,6 @@ __all__ = [
     "attention_forward",
     "avg_pool",
     "avg_pool_grad",
-    "avg_pool_partials",
     "begin_step",
     "bias_grad",
     "conv_down",

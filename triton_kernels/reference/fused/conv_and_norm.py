@@ -5,8 +5,8 @@ import torch
 
 from ... import reference
 from .conv import conv_forward
-from .norms import apply, norm_table
-from .resample import avg_pool_partials, upsample
+from .norms import apply, norm_table, tensor_partials
+from .resample import avg_pool, upsample
 
 
 def conv_norm_grid_sync(x, weight, bias, norm, *, zeros=None, **terms):
@@ -27,7 +27,8 @@ def conv_norm(x, weight, bias, norm, *, x2=None, **terms):
 def conv_means(x, weight, bias, **terms):
     """What `conv_forward` returns with partials, and (its 2x2 means, their partials)."""
     y, partials = conv_forward(x, weight, bias, **terms, stats=True)
-    return y, partials, avg_pool_partials(y)
+    means = avg_pool(y)
+    return y, partials, (means, tensor_partials(means))
 
 
 def norm_conv(

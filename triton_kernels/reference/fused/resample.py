@@ -1,18 +1,12 @@
 """2x2 means and 2x2 blocks, and their gradients."""
 
 from ... import reference
-from .norms import operand, tensor_partials
+from .norms import operand
 
 
 def avg_pool(x, tf32=False):
     """2x2 means."""
     return operand(reference.avg_pool2d(x), tf32)
-
-
-def avg_pool_partials(x):
-    """The same, and their partials."""
-    y = avg_pool(x)
-    return y, tensor_partials(y)
 
 
 def avg_pool_grad(dy, add=None, sums=None, tf32=False):
