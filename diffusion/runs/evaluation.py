@@ -3,6 +3,7 @@
 import atexit
 import csv
 import io
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,8 +90,10 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any] | None:
             weights=settings.weights,
         )
     if LOSS in settings.metrics:
+        began = time.monotonic()
         row |= _loss(settings, trained, held_out, processes, device)
-        said.append(f"held_out {row['held_out']:.5g} of {row['images']} images")
+        seconds = time.monotonic() - began
+        said.append(f"held_out {row['held_out']:.5g} of {row['images']} images in {seconds:.1f} s")
     if quality is not None:
         values = _quality(settings, trained, sampler, quality, held_out or spread(real))
         row |= values | _about_drawn(settings, sampler, trained)

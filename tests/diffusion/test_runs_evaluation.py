@@ -3,6 +3,7 @@ where that is installed, with an extractor small enough for a test."""
 
 import csv
 import importlib.machinery
+import re
 import sys
 import types
 from importlib.util import find_spec
@@ -254,7 +255,7 @@ def test_the_loss_is_that_of_training(trained, monkeypatch, capsys):
         if key != "step":
             assert str(row[key]) == value or row[key] == pytest.approx(float(value), rel=2e-5), key
     assert float(written["held_out"]) == row["held_out"] and written["fid"] == ""
-    assert "of 4 images" in capsys.readouterr().out
+    assert re.search(r"of 4 images in \d+\.\d s", capsys.readouterr().out)
     fewer = evaluate({"ckpt": str(trained), "metrics": ["loss"], "device": "cpu", "images": 3})
     assert fewer["images"] == 3 and fewer["data"] != row["data"]
 
