@@ -12,6 +12,8 @@
     held_out=2000    images that are not trained on
     providers=triton-bf16,compile-bf16,eager-bf16   any of {triton,torch,eager,compile,autotune}-
                      {bf16,tf32,fp32}; triton and torch are ours by that backend
+    ema=0.9999       decay of the average of the parameters that is judged and draws, smaller at
+                     first as in optim.ema_warmup; 0: the parameters themselves
     samples=64       images that each way draws at its end (DDIM, 50 steps); 0: none
     seed=0           of the parameters and of what is drawn in training
     device=auto
@@ -22,9 +24,9 @@ All begin at the same parameters, with the same AdamW (constant learning rate, n
 clipping), and mirror half of the images. The images lie on the device as bytes; on a GPU a step is
 one CUDA graph. Ours takes shuffled epochs, PyTorch draws with replacement. The clock runs in
 training alone. What is compiled and captured before has a column of its own, and its steps are
-undone. The held-out loss is that of training, the mean squared error of the noise, at four
-timesteps of each image. Timesteps and noise are always the same, and so is the network: parameters,
-not their averages, are copied into one of PyTorch's ops in TF32.
+undone. The average of the parameters is part of every way's step. The held-out loss is that of
+training, the mean squared error of the noise, at four timesteps of each image. Timesteps and noise
+are always the same, and so is the network: the average is copied into one of PyTorch's ops in TF32.
 
 A row is written as soon as it is measured. The table and the picture have every way of which there
 is a file in `out`, so the ways may be trained by several commands with the same settings.
@@ -71,6 +73,7 @@ DEFAULTS = {
     "steps": 0,
     "every": 10.0,
     "held_out": 2000,
+    "ema": 0.9999,
     "providers": ("triton-bf16", "compile-bf16", "eager-bf16"),
     "samples": 64,
     "seed": 0,
@@ -78,7 +81,6 @@ DEFAULTS = {
     "out": "",
 }
 PROVIDERS = (*steps.PROVIDERS, *(f"torch-{precision}" for precision in ("bf16", "tf32", "fp32")))
-_OPTIM = {"lr": steps.LR, "warmup": 0, "clip_norm": 0.0, "weight_decay": 0.0}
 _WARM_UP = 4  # steps before the clock: ours captures itself in the third
 _FIRST = 10  # steps from which the duration of one is known
 _JUDGED_AT_ONCE = 500  # images
@@ -93,6 +95,8 @@ def main(arguments: Sequence[str]) -> int:
     for key in ("batch", "held_out"):
         if settings[key] < 1:
             raise ConfigError(f"{key}={settings[key]}; expected at least 1")
+    if not 0 <= settings["ema"] < 1:
+        raise ConfigError(f"ema={settings['ema']} is outside [0, 1)")
     device = choose_device(settings["device"])
     data = read_images(settings["dataset"], settings["size"])
     data.check()
@@ -163,10 +167,17 @@ def copy_parameters(source: dict[str, Tensor], target: dict[str, Tensor]) -> Non
 
 
 class Way(NamedTuple):
-    """A way to train: `run(k)` is step number k, `parameters` are those of now, by name."""
+    """A way to train: `run(k)` is step number k, `judged` are the parameters of now, or their
+    average, by name."""
 
     run: Callable[[int], object]
-    parameters: dict[str, Tensor]
+    judged: dict[str, Tensor]
+
+
+def optimizer_settings(settings: dict) -> dict:
+    """The group `optim` of every way."""
+    average = {"ema_decay": settings["ema"], "ema_warmup": settings["ema"] > 0}
+    return {"lr": steps.LR, "warmup": 0, "clip_norm": 0.0, "weight_decay": 0.0, **average}
 
 
 def ours(provider: str, settings: dict, data: ImageSet, judge: Judge) -> Way:
@@ -180,11 +191,12 @@ def ours(provider: str, settings: dict, data: ImageSet, judge: Judge) -> Way:
     copy_parameters(judge.start, dict(model.named_parameters()))
     flat = FlatParameters(model, together=TOGETHER)
     train = {"batch_size": settings["batch"], "precision": precision, "seed": settings["seed"]}
-    optimizer = Optimizer(flat, OptimizerSettings(**_OPTIM), backend)
+    optim = optimizer_settings(settings)
+    optimizer = Optimizer(flat, OptimizerSettings(**optim), backend)
     given = judge.process, TrainSettings(**train), Processes(None)
     step = build_step(model, flat, optimizer, data, True, *given)
     if name == harness.OURS:
-        job = {"model": judge.model_settings, "diffusion": {}, "optim": _OPTIM, "train": train}
+        job = {"model": judge.model_settings, "diffusion": {}, "optim": optim, "train": train}
         job |= {"images": described(data.images), "labels": None, "vectors": None}
         job |= {"context": None, "flip": True, "preview": None}
         compile_ahead("train", job, job, judge.device, TRAINED * flat.param.numel())
@@ -195,7 +207,7 @@ def ours(provider: str, settings: dict, data: ImageSet, judge: Judge) -> Way:
         step(k)
     for buffer, value in zip(buffers, before, strict=True):
         buffer.copy_(value)
-    return Way(step, flat.views(flat.param))
+    return Way(step, flat.views(flat.ema if settings["ema"] else flat.param))
 
 
 def theirs(provider: str, settings: dict, data: ImageSet, judge: Judge) -> Way:
@@ -207,7 +219,8 @@ def theirs(provider: str, settings: dict, data: ImageSet, judge: Judge) -> Way:
     copy_parameters(judge.start, parameters)
     torch.manual_seed(settings["seed"])
     objective = steps.objective_of(Images(size, channels, False), TORCH_FP32, judge.device)
-    adamw = steps.fused_adamw(model, weight_decay=_OPTIM["weight_decay"])
+    optim = OptimizerSettings(**optimizer_settings(settings))
+    adamw = steps.fused_adamw(model, weight_decay=optim.weight_decay)
     batches = random_batches(data.images.to(judge.device), settings["batch"])
     step = steps.torch_step(provider, model, adamw, objective, batches)
     run = step.captured() if judge.device.type == "cuda" else step.plain
@@ -217,7 +230,17 @@ def theirs(provider: str, settings: dict, data: ImageSet, judge: Judge) -> Way:
     for state in adamw.state.values():
         for value in state.values():  # the moments and the number of steps
             value.zero_()
-    return Way(run, parameters)
+    if not settings["ema"]:
+        return Way(run, parameters)
+    average = {name: value.detach().clone() for name, value in parameters.items()}
+    source, target = list(parameters.values()), list(average.values())
+
+    def run_and_average(k: int) -> None:
+        run(k)
+        with torch.no_grad():
+            torch._foreach_lerp_(target, source, 1 - optim.ema_decay_at(k))
+
+    return Way(run_and_average, average)
 
 
 def random_batches(images: Tensor, batch: int) -> steps.Draw:
@@ -249,7 +272,7 @@ def learn(
         writer.writerow(field.name for field in fields(Point))
         while True:
             began = time.perf_counter()
-            loss = judge.loss(way.parameters)
+            loss = judge.loss(way.judged)
             harness.set_precision(provider.split("-")[1])  # or what is not captured compiles anew
             judging = time.perf_counter() - began
             point = Point(round(spent, 3), step, step * batch, loss, round(setup, 1))

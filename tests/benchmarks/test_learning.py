@@ -11,6 +11,7 @@ from diffusion.data.elephants import elephants
 from diffusion.data.packed import write_packed
 from diffusion.errors import ConfigError
 from diffusion.runs.precompile_worker import training_step
+from diffusion.training.optimizer import OptimizerSettings
 
 from .small import CPU
 
@@ -39,6 +40,7 @@ def run(tmp_path, monkeypatch, **changes):
         "steps": 12,
         "every": 0,
         "held_out": 6,
+        "ema": 0.5,
         "providers": "torch-fp32,eager-fp32",
         "samples": 2,
         "device": "cpu",
@@ -68,6 +70,31 @@ def test_ways_begin_alike_and_learn(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "learning.png").stat().st_size > 10_000
 
 
+def test_what_is_judged_is_the_average(tmp_path, monkeypatch):
+    """Of the parameters after each step, by the rule of `optim`, whichever way trains."""
+    ways = ("torch-fp32", "eager-fp32")
+    average_at = OptimizerSettings(ema_decay=0.5).ema_decay_at
+    for way in ways:
+        judged = {}
+        for ema in (0, 0.5):
+            losses, found = learning.Judge.loss, []
+
+            def loss(judge, parameters, losses=losses, found=found):
+                found.append({name: value.detach().clone() for name, value in parameters.items()})
+                return losses(judge, parameters)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(learning.Judge, "loss", loss)
+                assert run(tmp_path, patch, providers=way, ema=ema, steps=6, samples=0) == 0
+            judged[ema] = found
+        average = judged[0][0]
+        for k, parameters in enumerate(judged[0][1:]):
+            decay = average_at(k)
+            average = {n: decay * x + (1 - decay) * parameters[n] for n, x in average.items()}
+            for name, value in average.items():
+                torch.testing.assert_close(judged[0.5][k + 1][name], value, rtol=1e-5, atol=1e-6)
+
+
 def test_a_way_ends_in_time_and_joins_what_is_there(tmp_path, monkeypatch, capsys):
     for provider in ("torch-fp32", "eager-fp32"):
         limits = {"seconds": 0.3, "steps": 0, "every": 0.1, "samples": 0}
@@ -86,6 +113,7 @@ def test_wrong_settings_are_named(tmp_path, monkeypatch):
         ({"held_out": 24}, "held_out=24 is 24 of the 24 samples"),
         ({"held_out": 0}, "held_out=0; expected at least 1"),
         ({"batch": 0}, "batch=0; expected at least 1"),
+        ({"ema": 1}, r"ema=1.0 is outside \[0, 1\)"),
         ({"size": 32}, "size=32 differs"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -96,10 +96,10 @@ def test_backends_agree(total, device):
 
 
 @pytest.mark.parametrize("module", BACKENDS)
-def test_the_last_losses_count_in_their_order(module):
+def test_the_last_losses_count_in_their_order(module, device):
     """Of one timestep more losses in a batch than are kept."""
     history, counts, _ = recorded(
-        module, [(torch.arange(1.0, 8.0), torch.tensor([1, 1, 0, 1, 1, 1, 1]))], 4, 2
+        module, [(torch.arange(1.0, 8.0), torch.tensor([1, 1, 0, 1, 1, 1, 1]))], 4, 2, device
     )
     assert counts.tolist() == [1, 6]
     assert history[:, 0].tolist() == [3, 0, 0, 0]
@@ -107,20 +107,21 @@ def test_the_last_losses_count_in_their_order(module):
 
 
 @pytest.mark.parametrize("module", BACKENDS)
-def test_draws_are_as_likely_as_they_should_be(module):
+def test_draws_are_as_likely_as_they_should_be(module, device):
     losses = torch.tensor([1.0, 3.0, 0.0, 4.0])
-    *_, ends = recorded(module, [(losses, torch.arange(4))], 1, 4, uniform=0.2)
+    *_, ends = recorded(module, [(losses, torch.arange(4))], 1, 4, device, uniform=0.2)
+    rng = RNG.to(device)
     expected = torch.tensor([0.15, 0.35, 0.05, 0.45])
-    drawn = module.draw_weighted_timesteps(RNG, 4000, ends)
-    share = torch.bincount(drawn, minlength=4) / 4000
+    drawn = module.draw_weighted_timesteps(rng, 4000, ends)
+    share = torch.bincount(drawn, minlength=4).cpu() / 4000
     assert ((share - expected).abs() < 4 * (expected * (1 - expected) / 4000).sqrt()).all()
-    parts = [module.draw_weighted_timesteps(RNG, 2000, ends, first=first) for first in (0, 2000)]
+    parts = [module.draw_weighted_timesteps(rng, 2000, ends, first=first) for first in (0, 2000)]
     assert torch.equal(torch.cat(parts), drawn)
 
 
 @pytest.mark.parametrize("module", BACKENDS)
-def test_losses_of_zero_are_drawn_evenly(module):
-    *_, ends = recorded(module, [(torch.zeros(6), torch.arange(6) % 3)], 2, 3)
+def test_losses_of_zero_are_drawn_evenly(module, device):
+    *_, ends = recorded(module, [(torch.zeros(6), torch.arange(6) % 3)], 2, 3, device)
     assert len(set(torch.diff(ends, prepend=ends.new_zeros(1)).tolist())) == 1
 
 
@@ -133,11 +134,11 @@ def test_most_timesteps(device):
     torch.testing.assert_close(ours[2].double(), theirs[2].double(), rtol=1e-6, atol=total)
     assert ops.draw_weighted_timesteps(RNG.to(device), 50, ours[2]).max() < total
     with pytest.raises(ValueError, match=r"history has shape \(1, 4097\)"):
-        ops.record_losses(*empty(), *state(1, total + 1))
+        ops.record_losses(*empty(device), *state(1, total + 1, device))
 
 
-def empty():
-    return torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+def empty(device):
+    return torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int64, device=device)
 
 
 @pytest.mark.usefixtures("no_launch")
