@@ -36,8 +36,9 @@ def guided(batch, c, *, learned=False, wide=False, dtype=torch.float32, rescale=
 
 def partly_known(batch, c):
     device, shape = batch.images.device, (batch.n, *batch.shape[:2])
+    gray = torch.rand(shape, generator=batch.generator)
     mask = (torch.rand(shape, generator=batch.generator) < 0.5).float()
-    mask.view(-1)[::3] = 0.25  # between
+    mask.view(-1)[::3] = gray.view(-1)[::3]
     levels = torch.rand(STEPS, 2, generator=batch.generator)
     return {"known": batch.randn(c), "mask": mask.to(device), "levels": levels.to(device)}
 
