@@ -50,6 +50,16 @@ def test_a_run_says_what_it_was_trained_with(tmp_path, monkeypatch):
     assert {float(row["gpu_gib"]) for row in rows(tmp_path)} == {0.0}
 
 
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_names_it_and_the_memory_that_it_took(tmp_path):
+    train(composed(*TINY, "device=cuda", "backend=torch", "train.steps=3"), tmp_path)
+    (found,) = read_environments(tmp_path)
+    assert found["device"] == "cuda" and found["gpu"] == torch.cuda.get_device_name()
+    assert found["gpu_memory_gib"] > 1
+    taken = [float(row["gpu_gib"]) for row in rows(tmp_path)]
+    assert len(taken) == 3 and 0 < taken[0] <= taken[-1] < found["gpu_memory_gib"]
+
+
 def test_a_run_from_an_earlier_step_has_its_own_past(tmp_path):
     found = environment(CPU, 1)
     for step, python in ((0, "3.10"), (50, "3.11"), (90, "3.12")):
