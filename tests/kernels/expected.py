@@ -73,7 +73,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "conv_unfused_single_tile_kernel": _SHARED,
     "conv_unfused_single_tile_tf32_kernel": _REGISTERS,
     "conv_unfused_pointwise_kernel": _SHARED,
-    "conv_unfused_ring_kernel": _SHARED,
     "conv_unfused_tiles_kernel": _SHARED,
     "conv_early_kernel": [  # a head has 16 channels
         ({"BLOCK_C": 16, "ROUNDS": 2}, _NONE._replace(spills=484)),

@@ -171,15 +171,13 @@ class TestGpu:
         channels = {c.block_c for c in applying(POINTS["qkv"], bf16, device, dgrad=False)}
         assert channels == {64, 128, 192}
         assert {c.block_c for c in applying(POINTS["a pixel"], bf16, device, dgrad=False)} == {64}
-        # the filters of 192 channels by 576 do not fit into shared memory, but in a ring, or for a
-        # part of a sum
+        # the filters of 192 channels by 576 do not fit into shared memory, but for a part of a sum
         backward = applying(POINTS["qkv"], bf16, device, dgrad=True)
 
         def blocks(kind: type) -> set[int]:
             return {c.block_c for c in backward if isinstance(c, kind)}
 
         assert blocks(unfused.UnfusedPointwise) == {64, 128}
-        assert blocks(unfused.UnfusedRing) == {192}
         assert blocks(unfused.UnfusedSingleTile) == {64, 128, 192}
         # all at once fits beside a second program, or does not, or not even alone
 

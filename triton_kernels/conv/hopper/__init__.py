@@ -6,10 +6,10 @@
     tile_mma     the fused network              tile_mma_kernels (rows of 4 to 64 pixels)
     narrow       the head of that network       narrow_output (from 64 channels or 128 to 16)
     unfused      public `conv2d`                unfused_tiles (3x3 filters, TF32 too),
-                                                unfused_pointwise (1x1: filters that stay, or in
-                                                a ring), unfused_single_tile (1x1, few tiles: a
-                                                program does one and asks for all it needs at
-                                                once; and an input gradient in TF32)
+                                                unfused_pointwise (1x1: filters that stay),
+                                                unfused_single_tile (1x1, few tiles: a program
+                                                does one and asks for all it needs at once; and
+                                                an input gradient in TF32)
     mma_wgrad    float32 and TF32 weight        mma_wgrad_kernel
                  gradients of public `conv2d`
 

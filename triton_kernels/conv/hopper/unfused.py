@@ -24,7 +24,7 @@ from .operands import filters_in_boxes
 from .tile_mma import WIDTHS, cut, in_rows
 
 if SUPPORTED:
-    from .unfused_pointwise import conv_unfused_pointwise_kernel, conv_unfused_ring_kernel
+    from .unfused_pointwise import conv_unfused_pointwise_kernel
     from .unfused_single_tile import conv_unfused_single_tile_kernel
     from .unfused_single_tile_tf32 import conv_unfused_single_tile_tf32_kernel
     from .unfused_tiles import conv_unfused_tiles_kernel
@@ -65,14 +65,6 @@ class UnfusedSingleTileTf32(NamedTuple):
     programs: int
 
 
-@configures("unfused_ring")
-class UnfusedRing(NamedTuple):
-    """1x1 filters in a ring beside the pixels: long sums over many tiles."""
-
-    block_c: int
-    block_m: int
-
-
 # (channels, pixels) of a program that does 1x1 filters; the last one spills a little
 _POINTS = [(64, 128), (64, 256), (128, 128), (192, 128)]
 # (channels, pixels, warps) of one that does a single tile of them
@@ -85,7 +77,6 @@ _ONCE = [
     (192, 128, 8),
     (192, 256, 8),  # spills a little
 ]
-_RING = [(192, 128)]  # (channels, pixels) of a tile in a ring
 _ONCE_TF32 = [(64, 64, 4), (64, 128, 4)]  # the same of an input gradient in TF32
 _TILES_A_PROCESSOR = 64  # with more, a program for each of them is not tried
 _TILES = (256, 128, 64)  # pixels of a tile of 3x3 filters whose products are of whole tiles
@@ -145,10 +136,6 @@ def _single_tile(spec: ConvSpec, gpu: Device) -> list[UnfusedSingleTile]:
         if channels < spec.c + 64 and _tiles(spec, channels, pixels) <= _most_tiles(gpu)
         for programs in _programs(spec, gpu, channels, pixels)
     ]
-
-
-def _ring(spec: ConvSpec, gpu: Device) -> list[UnfusedRing]:
-    return [UnfusedRing(c, p) for c, p in _RING if c < spec.c + 64 and spec.k > 256]
 
 
 def _refuse_single_tile_tf32(spec: ConvSpec, gpu: Device) -> str | None:
@@ -301,34 +288,6 @@ def _blocks(k: int, gpu: Device, channels: int, pixels: int) -> tuple[int, int]:
     return blocks, out
 
 
-def _launch_ring(config: UnfusedRing, operands: ConvOperands) -> None:
-    x, weight, bias, y, _, _, _, dgrad, *_ = _of_rows(operands)
-    _, _, m, k = x.shape
-    c = y.shape[3]
-    channels, pixels = config
-    blocks = _blocks_in_ring(x, channels, pixels)
-    tiles = triton.cdiv(m, pixels) * triton.cdiv(c, channels)
-    conv_unfused_ring_kernel[(min(tiles, describe(x.device).num_sms),)](
-        *_matrices(x, weight, y, pixels),
-        bias,
-        m,
-        c,
-        PIXELS=pixels,
-        K_BLOCKS=triton.cdiv(k, 64),
-        C_BLOCKS=channels // 64,
-        DGRAD=dgrad,
-        BLOCKS=blocks,
-        num_warps=4,
-        maxnreg=128,
-    )
-
-
-def _blocks_in_ring(x: Tensor, channels: int, pixels: int) -> int:
-    """Of pixels and filters, as many as fit beside a tile's results."""
-    room = describe(x.device).shared_memory - 2048 - channels * pixels * x.itemsize
-    return room // ((channels + pixels) * 64 * x.itemsize)
-
-
 def _launch_once(config: UnfusedSingleTile, operands: ConvOperands) -> None:
     x, weight, bias, y, _, _, _, dgrad, *_ = _of_rows(operands)
     _, _, m, k = x.shape
@@ -375,7 +334,6 @@ _POINTWISE = (
            launch=_launch_points),
     Kernel("unfused_single_tile", UnfusedSingleTile, _refuse_pointwise, _single_tile,
            launch=_launch_once),
-    Kernel("unfused_ring", UnfusedRing, _refuse_pointwise, _ring, launch=_launch_ring),
 )  # fmt: skip
 FORWARD = TILES, *_POINTWISE
 INPUT_GRAD = (

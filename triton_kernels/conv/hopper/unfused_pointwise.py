@@ -1,16 +1,9 @@
-"""Two kernels of `conv.hopper.unfused` for 1x1 filters: a product [pixels, K] times [K, C].
+"""The kernel of `conv.hopper.unfused` for 1x1 filters: a product [pixels, K] times [K, C].
 
 Such a convolution is bound by memory, and a matrix product in the usual tiles by the L2 cache: it
-fetches the filters again for every tile of pixels, and the pixels for every block of channels.
-
-`conv_unfused_pointwise_kernel`: a program keeps the filters of its channels, all of K, and lets the
-pixels pass by; two warpgroups take a tile each in turn.
-
-`conv_unfused_ring_kernel`: filters of 320 and more channels leave no room for pixels if they stay,
-and a program a tile has an end and a beginning in which nothing is fetched (`unfused_single_tile`).
-Here a program goes from tile to tile, pixels and filters pass by in one ring, and a warp fetches
-those of the next tile while this one's results are stored. A tile has all of 192 channels, of which
-a warpgroup does 64: pixels are fetched once.
+fetches the filters again for every tile of pixels, and the pixels for every block of channels. Here
+a program keeps the filters of its channels, all of K, and lets the pixels pass by; two warpgroups
+take a tile each in turn.
 """
 
 from triton.experimental import gluon
@@ -74,9 +67,6 @@ def _add_bias(p, acc, c):
 def _stage(acc, buf):
     buf.permute((1, 0)).store(round_pairs(acc, buf.dtype))
     fence_async_shared()
-
-
-# --- filters that stay ----------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -173,84 +163,4 @@ def conv_unfused_pointwise_kernel(
         _multiply, (p, x, w_bufs, w_full, y_bufs, turns, first, stride, tiles, c0),
         _load, (p, x, w_bufs, w_full, first, stride, tiles, c0),
         2, (240, 24),
-    )  # fmt: skip
-
-
-# --- filters in the ring --------------------------------------------------------------------------
-
-
-@gluon.jit
-def _load_with_filters(p, ring, tiles, groups):
-    x_bufs, w_bufs = ring.bufs
-    block = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        m = tile // groups * p.PIXELS
-        c0 = tile % groups * (p.C_BLOCKS * 64)
-        for k in range(p.K_BLOCKS):
-            slot, bar = ring.acquire(block, (p.PIXELS + p.C_BLOCKS * 64) * 128)
-            tma_load(p.x_desc, [m, k * 64], bar, x_bufs.index(slot))
-            _load_filters(p, w_bufs, slot, bar, k, c0)
-            block += 1
-
-
-@gluon.jit
-def _multiply_with_filters(GROUP: gl.constexpr, p, ring, y_bufs, tiles, groups):
-    """64 of each tile's channels."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, p.PIXELS, 16])
-    x_bufs, w_bufs = ring.bufs
-    block = 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        c = tile % groups * (p.C_BLOCKS * 64) + GROUP * 64
-        acc = gl.zeros([64, p.PIXELS], gl.float32, LAYOUT)
-        for k in gl.static_range(p.K_BLOCKS):
-            slot = ring.wait(block + k)
-            acc = _multiply_block(p, acc, x_bufs, slot, w_bufs, slot * p.C_BLOCKS + GROUP, k)
-            if k > 0:  # the product before is done
-                acc = wait_for(1, (acc,), 1)[0]
-                sync_threads()
-                ring.release(block + k - 1)
-        acc = wait_for(0, (acc,), 1)[0]
-        sync_threads()
-        ring.release(block + p.K_BLOCKS - 1)
-        block += p.K_BLOCKS
-
-        y = _add_bias(p, acc, c)
-        tma.store_wait(0)  # of the tile before
-        sync_threads()
-        _stage(y, y_bufs.index(GROUP))
-        tma_store(p.y_desc, [tile // groups * p.PIXELS, c], y_bufs.index(GROUP))
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["M"])
-def conv_unfused_ring_kernel(
-    x_desc,  # as in `_Product`
-    w_desc,
-    y_desc,
-    bias_ptr,
-    M,
-    C,
-    PIXELS: gl.constexpr,
-    K_BLOCKS: gl.constexpr,
-    C_BLOCKS: gl.constexpr,  # of a tile: a warpgroup each; 2 or 3
-    DGRAD: gl.constexpr,
-    BLOCKS: gl.constexpr,  # of pixels and filters in shared memory
-    num_warps: gl.constexpr,
-):
-    p = _Product(x_desc, w_desc, y_desc, bias_ptr, C, PIXELS, K_BLOCKS, C_BLOCKS, DGRAD)
-    dtype: gl.constexpr = x_desc.dtype
-    x_bufs = gl.allocate_shared_memory(dtype, [BLOCKS, PIXELS, 64], x_desc.layout)
-    w_bufs = gl.allocate_shared_memory(dtype, [BLOCKS * C_BLOCKS, 64, 64], w_desc.layout)
-    y_bufs = gl.allocate_shared_memory(dtype, [C_BLOCKS, PIXELS, 64], y_desc.layout)
-    ring = new_ring((x_bufs, w_bufs), BLOCKS, C_BLOCKS)
-    fence_async_shared()
-    sync_threads()
-
-    # programs that are neighbours do the same pixels
-    groups = (C + C_BLOCKS * 64 - 1) // (C_BLOCKS * 64)
-    tiles = (M + PIXELS - 1) // PIXELS * groups
-    launch_roles(
-        _multiply_with_filters, (p, ring, y_bufs, tiles, groups),
-        _load_with_filters, (p, ring, tiles, groups),
-        C_BLOCKS, (232, 32) if C_BLOCKS == 2 else (160, 24),
     )  # fmt: skip
