@@ -1,6 +1,7 @@
 """From the groups `model` and `diffusion` of the configuration to objects."""
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -62,16 +63,20 @@ def build_model(
     learned_variance: bool,
     device: torch.device,
 ) -> torch.nn.Module:
-    """The network of the configuration, with freshly drawn parameters, on the device."""
-    model = _construct_model(
-        MODELS,
-        settings,
-        "images",
-        image_size=image_size,
-        in_channels=channels,
-        out_channels=channels * (2 if learned_variance else 1),
-        backend=backend,
-    )
+    """The network of the configuration, with freshly drawn parameters, on the device. One without
+    memory, on the device "meta", warns of nothing: the network that is used then does."""
+    with warnings.catch_warnings():
+        if device.type == "meta":
+            warnings.simplefilter("ignore")
+        model = _construct_model(
+            MODELS,
+            settings,
+            "images",
+            image_size=image_size,
+            in_channels=channels,
+            out_channels=channels * (2 if learned_variance else 1),
+            backend=backend,
+        )
     return model.to(device)
 
 

@@ -3,6 +3,7 @@
 import errno
 import io
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -324,6 +325,13 @@ def test_classes_that_are_not_learned_are_said(tmp_path, capsys):
     run(tmp_path / "c", *options, "model.num_classes=auto", f"dataset.path={tmp_path}/images/a")
     told = yaml.safe_load((tmp_path / "c" / "config.yaml").read_text())
     assert told["model"]["num_classes"] is None
+
+
+def test_a_warning_about_the_network_is_given_once(tmp_path, recwarn):
+    """Though it is built before that, too, to be checked and to be counted."""
+    warnings.simplefilter("always")
+    run(tmp_path, *TINY, "model.attention_resolutions=[2,4]")
+    assert sum("attention_resolutions has 4" in str(warning.message) for warning in recwarn) == 1
 
 
 def test_settings_that_did_not_change_are_not_kept_twice(tmp_path):
