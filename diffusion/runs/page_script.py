@@ -255,8 +255,9 @@ function curves(place) {
 
 function bands(place) {
   const box = make('div', { class: 'chart' });
-  place.append(make('p', {}, 'The unit is the same for every run: 1 is a network that has learned '
-    + 'nothing. Small sigma is about details, large sigma about composition.'), box);
+  place.append(make('p', {}, 'The unit is the same for every run: 1 is the best guess that knows '
+    + 'nothing of the data but a deviation of 0.5. Small sigma is about details, large '
+    + 'sigma about composition.'), box);
   const edges = name => name.slice(6).split('_').map(Number);
   redraws.push(() => {
     const names = {};

@@ -56,7 +56,8 @@ def page(
     if any(run["frames"] for run in data):
         said = "Pictures in the same place are of the same noise."
         if other:
-            said = f"Not the same noise or way of drawing in all runs: {', '.join(other)} differ."
+            differ = "differs" if len(other) == 1 else "differ"
+            said = f"Not the same noise or sampling in all runs: {', '.join(other)} {differ}."
         parts.append(f'<h2>Samples</h2><p>{html.escape(said)}</p><div id="samples"></div>')
     parts.append("<h2>Settings and machines</h2>")
     parts += [_details(row["run"], run) for row, run in zip(rows, runs, strict=True)]

@@ -5,12 +5,12 @@ chain, and D is the y that its output stands for, whatever it predicts:
 
     loss(sigma) = (sigma^2 + 0.25) / (0.25 sigma^2) mean |D(y + sigma n) - y|^2
 
-The factor is EDM's 1 / c_out^2 (Karras et al., 2022, table 1) for data of deviation 0.5: a network
-that has learned nothing about such data has a loss of 1 at every level. It is a unit, the same for
-every run: a run that predicts epsilon compares with one that predicts x_0, v or a velocity, a
-cosine schedule with EDM's. Two levels, the same for every run, lie in each of the bands between
-`EDGES`; between two timesteps of a chain the network is told the number between, interpolated in
-ln(sigma). Levels outside a chain are left out.
+The factor is EDM's 1 / c_out^2 (Karras et al., 2022, table 1) for data of deviation 0.5: the best
+guess that knows nothing of such data but the deviation, D = 0.25 / (0.25 + sigma^2) (y + sigma n),
+has a loss of 1 at every level. It is a unit, the same for every run: a run that predicts epsilon
+compares with one that predicts x_0, v or a velocity, a cosine schedule with EDM's. Two levels, the
+same for every run, lie in each of the bands between `EDGES`; between two timesteps of a chain the
+network is told the number between, interpolated in ln(sigma). Levels outside a chain are left out.
 
 The noise of sample i at level k is that of the counter-based generator for (a fixed key, k, i), so
 it does not depend on the device, the size of a batch or the number of processes, and nothing is

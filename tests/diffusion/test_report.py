@@ -281,7 +281,7 @@ def test_the_page_has_what_differs_first_then_curves_and_samples(looked_at, tmp_
         *("What differs, and what came of it", "Curves", "Held-out loss by noise, at the end"),
         *("Samples", "Settings and machines"),
     ]
-    assert "Not the same noise or way of drawing in all runs: train.seed differ." in text
+    assert "Not the same noise or sampling in all runs: train.seed differs." in text
     one, two = data_of(text)
     assert one["curves"]["loss"]["x"] == [10, 20, 30, 40] and one["colour"] != two["colour"]
     assert one["curves"]["sigma_0.05_0.15"] == {"x": [20], "y": [1.0]}  # nan is no point
