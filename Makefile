@@ -7,6 +7,8 @@ TORCH ?= 2.15.0
 TRITON ?= 3.9.0
 NUMPY ?= $(if $(filter 3.6.%,$(TRITON)),2.3.5,2.4.6)
 PAIR := .venv-torch$(TORCH)-triton$(TRITON)
+# empty: two workers and the scripts that they start share what Python has compiled
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-test demo test test-slow test-pair lint format clean
