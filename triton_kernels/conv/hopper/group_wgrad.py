@@ -59,13 +59,11 @@ POINTS = tuple(
 )
 
 
-def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
-    """Why `launch` cannot do all of them, or None."""
+def refuse_group(spec: WeightGradsSpec, gpu: Device) -> str | None:
+    """Why no launch does these together, or None."""
     first = spec.convs[0]
     if not 1 < len(spec.convs) <= MOST:
         return f"{len(spec.convs)} gradients; it does 2 to {MOST}"
-    if (first.r, first.s) not in ((1, 1), (3, 3)):
-        return f"it does 1x1 and 3x3 filters, not {first.r}x{first.s}"
     if first.n == 0:
         return "there are no images"
     for conv in spec.convs:
@@ -77,6 +75,17 @@ def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
             return "images or filters are not of one size"
         if conv.of_filters != (conv.c, conv.k):
             return "x or dy have more channels than the filters"
+    return None
+
+
+def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
+    """Why `launch` cannot do all of them, or None."""
+    first = spec.convs[0]
+    if (first.r, first.s) not in ((1, 1), (3, 3)):
+        return f"it does 1x1 and 3x3 filters, not {first.r}x{first.s}"
+    if reason := refuse_group(spec, gpu):
+        return reason
+    for conv in spec.convs:
         if odd := [c for c in (conv.c, conv.k) if c % 64]:
             return f"{odd[0]} channels are no multiple of 64"
         if first.r == 3 and (reason := gluon_rows.refuse_wgrad_rows(conv, gpu)):

@@ -14,14 +14,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, missing
+from ...hopper.descriptors import SUPPORTED
 from ...registry import cost
 from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
 from . import row_mma
-from .group_wgrad import MOST, Gradient
+from .group_wgrad import MOST, Gradient, refuse_group
 
 if SUPPORTED:
     from .rounds_wgrad_kernel import conv_rounds_wgrad_kernel
@@ -42,21 +42,8 @@ class Rounds(NamedTuple):
 
 def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
     """Why `launch` cannot do all of them, or None."""
-    if not 1 < len(spec.convs) <= MOST:
-        return f"{len(spec.convs)} gradients; it does 2 to {MOST}"
-    first = spec.convs[0]
-    if first.n == 0:
-        return "there are no images"
-    for conv in spec.convs:
-        if reason := missing(gpu, conv.itemsize):
-            return reason
-        if (conv.n, conv.h, conv.w) != (first.n, first.h, first.w):
-            return "images are not of one size"
-        if conv.of_filters != (conv.c, conv.k):
-            return "x or dy have more channels than the filters"
-        if reason := row_mma.refuse_wgrad_rows(conv, gpu, whole=False):
-            return reason
-    return None
+    each = (row_mma.refuse_wgrad_rows(conv, gpu, whole=False) for conv in spec.convs)
+    return refuse_group(spec, gpu) or next(filter(None, each), None)
 
 
 def configs(spec: WeightGradsSpec, gpu: Device) -> list[Rounds]:

@@ -15,19 +15,7 @@ from ...hopper.pipeline import new_ring
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import block_chunks, clear_margins
-from .row_wgrad import load_tile, multiply_tile
-
-
-@gluon.jit
-def _load_tiles(
-    x_desc, dy_desc, sides_desc, ring, first, last, co0, ci0, tiles_h,
-    W: gl.constexpr, IMAGES: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    for tile in range(first, last):
-        load_tile(
-            x_desc, dy_desc, ring, tile, tile - first, co0, ci0, tiles_h, W, IMAGES, sides_desc,
-            COLUMNS,
-        )  # fmt: skip
+from .row_wgrad import load_tiles, multiply_tile
 
 
 @gluon.jit
@@ -38,24 +26,24 @@ def _load(
     W: gl.constexpr, IMAGES: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     if gradient == 0:
-        _load_tiles(
-            x1_desc, dy1_desc, sides1_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES, COLUMNS
+        load_tiles(
+            x1_desc, dy1_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES, sides1_desc, COLUMNS
         )
     if gradient == 1:
-        _load_tiles(
-            x2_desc, dy2_desc, sides2_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES, COLUMNS
+        load_tiles(
+            x2_desc, dy2_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES, sides2_desc, COLUMNS
         )
     if x3_desc is not None:
         if gradient == 2:
-            _load_tiles(
-                x3_desc, dy3_desc, sides3_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES,
-                COLUMNS,
+            load_tiles(
+                x3_desc, dy3_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES,
+                sides3_desc, COLUMNS,
             )  # fmt: skip
     if x4_desc is not None:
         if gradient == 3:
-            _load_tiles(
-                x4_desc, dy4_desc, sides4_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES,
-                COLUMNS,
+            load_tiles(
+                x4_desc, dy4_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES,
+                sides4_desc, COLUMNS,
             )  # fmt: skip
 
 

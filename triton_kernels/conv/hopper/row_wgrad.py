@@ -32,17 +32,17 @@ def _load(
     W: gl.constexpr, IMAGES: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     if x2_desc is None:
-        _load_tiles(
+        load_tiles(
             x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES, sides_desc, COLUMNS
         )
     elif second:
-        _load_tiles(x2_desc, dy2_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES)
+        load_tiles(x2_desc, dy2_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES)
     else:
-        _load_tiles(x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES)
+        load_tiles(x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES)
 
 
 @gluon.jit
-def _load_tiles(
+def load_tiles(
     x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h,
     W: gl.constexpr, IMAGES: gl.constexpr, sides_desc=None, COLUMNS: gl.constexpr = 1,
 ):  # fmt: skip

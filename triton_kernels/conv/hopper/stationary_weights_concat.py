@@ -26,6 +26,7 @@ from .norm_producers import load_row, store_row
 from .norm_rows import Norm, keep_affine, load_affine, new_affine
 from .row_memory import clear_margins, row_of_tap, rows_chunks
 from .stationary_loads import Work
+from .stationary_weights import sum_of_thread
 
 
 @gluon.jit
@@ -86,13 +87,6 @@ def _make(
         _make_row(x, place + 3, lower, norm2, q + 1, h, FIRST, 1, ACT, W)
         lower = load_row(x1_ptr, n_next, 2 * q_next + 2 + row, h, more, W)
         place += 4
-
-
-@gluon.jit
-def _sum_of_thread(x):
-    """[64, W] summed over the pixels that a thread has, [64, 4]."""
-    x = x.reshape([64, x.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
-    return gl.sum(x.reshape([64, 4, x.shape[2] * 2]), axis=2)
 
 
 @gluon.jit
@@ -157,12 +151,12 @@ def _multiply(
             fence_async_shared()
             tma_store(y_desc, [n, h0 + j, 0, 0], stages.index(GROUP))
         # about the mean of the tile, since a difference of large sums would cancel
-        total = _sum_of_thread(widen_pairs(rounded[0])) + _sum_of_thread(widen_pairs(rounded[1]))
+        total = sum_of_thread(widen_pairs(rounded[0])) + sum_of_thread(widen_pairs(rounded[1]))
         total = gl.convert_layout(gl.sum(total, axis=1), VECTOR, assert_trivial=True)
         mean = (total / (2 * W))[:, None]
         d0 = widen_pairs(rounded[0]) - mean
         d1 = widen_pairs(rounded[1]) - mean
-        second = _sum_of_thread(d0 * d0) + _sum_of_thread(d1 * d1)
+        second = sum_of_thread(d0 * d0) + sum_of_thread(d1 * d1)
         second = gl.convert_layout(gl.sum(second, axis=1), VECTOR, assert_trivial=True)
         gl.store(to, total)
         gl.store(to + 64, second)
