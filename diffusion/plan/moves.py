@@ -20,7 +20,7 @@ class Move:
     weights     beside or third   launches a group of weight gradients, of the kind `weight`, after
                                   the moves in `before`
     sums        third             adds up sums for norms and biases; `all sums`: the last of a pass
-    ready       beside            reports that weights from `start` on have their gradients
+    ready       beside or third   reports that weights from `start` on have their gradients
     take        chain             waits for the embedding
     embedding   chain             marks the embedding's gradient as complete
     finish      chain             runs the embedding's layers backward on a separate stream

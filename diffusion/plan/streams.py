@@ -14,6 +14,8 @@ everything is decided. The main stream runs the critical path. The rules are:
 - In backward, while images are large (`hold`), tasks that read a tensor of `LARGE` bytes are held,
   within `HELD_BUDGET`, until `release`. They then run on a third stream, beside the main stream's
   smaller kernels and later tasks. Sums are added up there, too. Their inputs are kept to the end.
+  While something is held nothing is reported as complete; later reports come from the third
+  stream, behind the second one.
 - The two streams wait for each other at `sync`; the main stream waits for both at the end.
 - A value is released after its last reader; dx that overwrites a summand uses its memory.
 """
@@ -49,7 +51,7 @@ class _Streams:
         self.moves: list[Move] = []
         self.last: dict[int, Move] = {}  # of each stream
         self.asked: dict[int, list[Move]] = {BESIDE: [], THIRD: []}  # that its next one waits for
-        self.holding = False
+        self.holding = self.released = False
         self.held: list[Move] = []
         self.given: deque[tuple[Move, Move]] = deque()  # pieces, and the chain's last before each
         self.pending: deque[tuple[Move, int]] = deque()  # pieces, and bytes that they read
@@ -86,6 +88,8 @@ class _Streams:
         if self.holding and self._holds(move):
             self.held.append(move)
             return
+        if move.what == "ready" and self.held:  # a later one will say so, and more
+            return
         self.given.append((move, self.last[CHAIN]))
         self.kept += _bytes(move)
         while len(self.given) > BEHIND:
@@ -103,6 +107,10 @@ class _Streams:
     def _launch(self, pixels: int | None) -> None:
         """The oldest that was given. It may overlap as what is given now may."""
         piece, before = self.given.popleft()
+        if piece.what == "ready" and self.released:  # what was held is complete, too
+            behind = (self.last[BESIDE],) if BESIDE in self.last else ()
+            self._put(replace(piece, stream=THIRD, waits=(before, *behind)))
+            return
         waits = before, *self._asked_of(BESIDE)
         made = self._put(replace(piece, stream=BESIDE, waits=waits, pixels=pixels))
         self.pending.append((made, _bytes(piece)))
@@ -125,10 +133,12 @@ class _Streams:
         self.holding, held, self.held = False, self.held, []
         if held:
             self._on_third(held)
+            self.released = True
 
     def _sync(self) -> None:
         self._release()
         self._launch_all()
+        self.released = False
         for stream, other in ((BESIDE, THIRD), (THIRD, BESIDE)):
             if other in self.last:
                 self.asked[stream].append(self.last[other])

@@ -10,14 +10,16 @@ import triton_kernels
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.models.flat_parameters import FlatParameters
+from diffusion.plan import streams
 from diffusion.plan.embedding import TOGETHER
+from diffusion.plan.moves import THIRD
 from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.process.objective import Objective
 from diffusion.process.schedule import make_schedule
 from diffusion.process.timesteps import LossAwareTimesteps
 from diffusion.runtime.backend import TORCH_FP32, Backend, determinism
 from diffusion.runtime.distributed import Processes
-from diffusion.training.gradient_sum import GradientSum
+from diffusion.training.gradient_sum import BUCKET, GradientSum
 from diffusion.training.optimizer import Optimizer, OptimizerSettings
 from diffusion.training.train_step import TrainStep
 
@@ -69,6 +71,9 @@ def make_step(
     flip: bool = False,
     recompute: bool = False,
     more_ema: tuple[float, ...] = (),
+    processes: Processes | None = None,  # None: alone
+    bucket: int = BUCKET,
+    lr: float = 1e-3,
 ) -> TrainStep:
     on_gpu = device.type == "cuda"
     backend = TORCH_FP32
@@ -78,9 +83,9 @@ def make_step(
     size = (32, 32) if on_gpu else (8, 8)
     unet = build(backend, SMALL | model, size, device).train()
     flat = FlatParameters(unet, together=TOGETHER)
-    settings = OptimizerSettings(lr=1e-3, warmup=2, more_ema=more_ema)
+    settings = OptimizerSettings(lr=lr, warmup=2, more_ema=more_ema)
     optimizer = Optimizer(flat, settings, backend)
-    total = GradientSum(flat, Processes(None), norm=optimizer.norm)
+    total = GradientSum(flat, processes or Processes(None), bucket, optimizer.norm)
     network = training_network(unet, flat, recompute, ready=total.listener, urgent=total.urgent)
     assert isinstance(network, TrainingUNet) or not on_gpu
     images = torch.randint(256, (20, *size, 3), dtype=torch.uint8)
@@ -170,3 +175,46 @@ def test_a_captured_step_never_waits_for_the_gpu(device):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     step.release()
+
+
+class Twins:
+    """Stands in for two processes with the same samples: doubles what it is given, late and on a
+    stream of its own, as NCCL would."""
+
+    count = 2
+
+    def __init__(self) -> None:
+        self.stream, self.sums = torch.cuda.Stream(), 0
+
+    def start_sum(self, x: torch.Tensor):
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(10**5)  # clocks
+            x *= 2
+            done = self.stream.record_event()
+        self.sums += 1
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("large", [0, streams.LARGE], ids=["held", "not held"])
+def test_a_sum_has_the_whole_gradient_of_every_step(device, monkeypatch, large, accumulate):
+    """What is sent off while backward goes on is complete, and is waited for: with a twin the
+    gradient is twice the own one, to the bit, for the plan is the same."""
+    monkeypatch.setattr(streams, "LARGE", large)
+    model, twins = {"channel_mult": (1, 2, 2, 2)}, Twins()
+    options = {"capture": True, "accumulate": accumulate, "lr": 0.0}
+    alone = make_step(device, model, {}, **options)
+    both = make_step(device, model, {}, processes=twins, bucket=2**18, **options)
+    for k in range(STEPS):
+        alone(k), both(k)
+        own, total = alone.flat.grad, both.flat.grad
+        assert own.isfinite().all() and own.any() and torch.equal(2 * own, total)
+        torch.testing.assert_close(2 * alone.norm, both.norm, rtol=1e-6, atol=0)
+        torch.testing.assert_close(2 * alone.loss, both.loss, rtol=1e-6, atol=0)
+    assert twins.sums > 3 * 6  # in several buckets, in each step that was not replayed
+    for step in (alone, both):
+        (made,) = step.network._plans.values()
+        assert (large == 0) == any(move.stream == THIRD and move.nodes for move in made.backward)
+        step.release()

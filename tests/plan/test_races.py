@@ -104,6 +104,28 @@ def test_no_races(options, room):
     assert races(*of_step("three_levels", **options)) == []
 
 
+@pytest.mark.parametrize("urgent", [True, False], ids=["urgent", "at the end"])
+@pytest.mark.parametrize("large", [0, streams.LARGE], ids=["held", "not held"])
+@pytest.mark.parametrize("name", ["three_levels", "context and all else", "ddpmpp"])
+def test_what_is_said_to_be_complete_is(name, large, urgent, monkeypatch):
+    """Behind every launch that writes a gradient of a filter from there on, on any stream."""
+    monkeypatch.setattr(streams, "LARGE", large)
+    forward, backward, placed = of_step(name, urgent=urgent)
+    flat = FlatParameters(make(MODELS[name], (16, 16)), together=TOGETHER)
+    grads = flat.views(flat.grad)
+    ends = {n: g.storage_offset() + g.numel() for n, g in grads.items() if g.ndim > 2}
+    clocks, written = Clocks([*forward, *backward]), 0
+    for move in backward:
+        if move.what != "ready":
+            continue
+        for other in backward:
+            names = {placed[v].name for v in other.made if v in placed}
+            if any(ends.get(name, 0) > move.start for name in names):
+                assert clocks.before(other, move), names
+                written += 1
+    assert written > 10
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_no_races_in_any_network(name, monkeypatch):
     monkeypatch.setattr(streams, "BUDGET", 2**18)

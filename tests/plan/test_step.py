@@ -128,13 +128,17 @@ def held(made):
     return [move for move in made if move.stream == THIRD and move.nodes]
 
 
+def launches(made):
+    """All that moves launch, in words."""
+    return [(m.what, [str(n) for n in m.all_nodes], m.share) for m in made if m.what != "ready"]
+
+
 def on(made, stream):
     return [move for move in made if move.stream == stream]
 
 
 def test_what_is_held_is_released_at_the_smallest_images(streamed, monkeypatch):
-    """Beside the chain's launches of these, on the third stream. Unless others wait for it, or
-    nothing is large."""
+    """Beside the chain's launches of these, on the third stream, if it is large."""
     assert not held(streamed())
     monkeypatch.setattr(streams, "LARGE", 0)
     made = streamed()
@@ -144,7 +148,19 @@ def test_what_is_held_is_released_at_the_smallest_images(streamed, monkeypatch):
     assert sizes[0] == min(sizes) == 4 * 4
     before = [pixels(m) for m in made[: at[0]] if m.stream == CHAIN and pixels(m)]
     assert min(before) > 4 * 4
-    assert not held(streamed(urgent=True))
+
+
+@pytest.mark.parametrize("large", [0, streams.LARGE], ids=["held", "not held"])
+def test_others_that_wait_change_no_launch(streamed, monkeypatch, large):
+    """They are told more often how much is complete, and that is all."""
+    monkeypatch.setattr(streams, "LARGE", large)
+    launched, told = [], []
+    for urgent in (False, True):
+        made = streamed(urgent=urgent)
+        launched.append([launches(on(made, stream)) for stream in (CHAIN, BESIDE, THIRD)])
+        told.append([move.start for move in made if move.what == "ready"])
+    assert launched[0] == launched[1]
+    assert set(told[0]) <= set(told[1]) and len(told[1]) > len(told[0]) > 0
 
 
 def pixels(move):

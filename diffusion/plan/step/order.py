@@ -11,9 +11,10 @@ gradients are not on the critical path and run beside it. The rules are:
 - A group uses half of the multiprocessors, except those of the last block, beside which nothing
   runs.
 - In backward, while images are `LARGER` times the smallest, weight gradients are held, so that they
-  run beside the smallest images; not if others wait for them, or if they keep too much memory.
+  run beside the smallest images; not if they keep too much memory.
 - Where images are that large again, or before the last block, the streams wait for each other.
-  From there on groups end with a block, and `ready` is told how much is complete.
+  From there on groups end with a block, and `ready` is told how much is complete. If others wait
+  for it, it is told so at the end of every block.
 - Sums for norms and biases are added before the last block, and at the end.
 
 A launch may start while its predecessor ends (`dependent_launch`), but not before the network's
@@ -178,7 +179,7 @@ class _Order:
         if not self.reached:
             first = next((n for n in nodes if _chain_gradient(n)), None)
             most = max(dy.bytes, first.out.bytes if first else 0)  # of what is held, about
-            holds = large and not self.urgent and most < MUCH
+            holds = large and most < MUCH
             self.reached = pixels <= self.smallest
             self.moves.append(Move("release" if self.reached else "hold" if holds else "keep"))
         if self.reached and not self.is_met and (large and pixels > self.smallest or is_last):
@@ -194,7 +195,8 @@ class _Order:
         self.pixels = None
         if not (self.urgent or self.is_met):
             return
-        self._flush()
+        if self.is_met:
+            self._flush()
         if is_end:  # of the pass, which is known anyway
             return
         start = max(self.ends.values(), default=0)
