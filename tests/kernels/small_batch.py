@@ -16,9 +16,6 @@ from triton_kernels.norm import (
     from_partials as norm_of_sums,
 )
 from triton_kernels.norm import (
-    image_table as norm_image_table,
-)
-from triton_kernels.norm import (
     single_cta as norm_single_cta,
 )
 from triton_kernels.norm import (
@@ -43,7 +40,6 @@ MODULES = (
     conv_one_row,
     conv_split,
     norm_small_batch,
-    norm_image_table,
     norm_of_sums,
     norm_tables,
     norm_single_cta,

@@ -11,9 +11,6 @@ from triton_kernels.norm import (
     from_partials as norm_of_sums,
 )
 from triton_kernels.norm import (
-    image_table as norm_image_table,
-)
-from triton_kernels.norm import (
     single_cta as norm_single_cta,
 )
 from triton_kernels.norm import (
@@ -238,26 +235,6 @@ def test_too_many_sums_for_one_launch(device, monkeypatch):
     torch.testing.assert_close(norm_of_sums.norm_of_sums(x1, x2, *norm), expected)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-@pytest.mark.parametrize("film", [False, True], ids=["plain", "film"])
-@pytest.mark.parametrize(("case", "ks"), SUMS.values(), ids=SUMS)
-def test_norm_image_table(case, ks, film, parts, device, monkeypatch):
-    monkeypatch.setattr(norm_image_table, "_PARTS", parts)
-    x1, x2, groups, weight, bias, rows = norm_inputs(case, torch.float32, device, offset=30.0)
-    halves = [x1] if x2 is None else [x1, x2]
-    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=False))
-    pixels = (x1.shape[1] * x1.shape[2],) * len(halves)
-    norm = partials, pixels, groups, weight, bias, EPS
-    rows = rows if film else {}
-    table = norm_image_table.norm_image_table(*norm, **rows)
-    torch.testing.assert_close(
-        table, fused_reference.norm_table(*norm, **rows), rtol=2e-5, atol=1e-5
-    )
-    monkeypatch.setattr(norm_image_table, "_LOADED", 0)
-    again = norm_image_table.norm_image_table(*norm, **rows)
-    torch.testing.assert_close(table, again, rtol=2e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("few", [False, True], ids=["many images", "few images"])
 @pytest.mark.parametrize("c2", [0, 20])
 def test_norm_of_sums_of_an_upsampled_tensor(c2, few, device, monkeypatch):
@@ -400,21 +377,3 @@ def test_norms_of_sums_in_all_configurations(case, device):
             )
             assert torch.equal(corners[..., c1:], a[..., c1:])
             assert torch.equal(corners[:, ::2, ::2], a[:, ::2, ::2])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("c1", "c2", "ks"), [(64, 0, (16,)), (64, 0, (32,)), (64, 64, (32, 32)), (128, 64, (16, 32))]
-)
-def test_image_tables_of_the_model_s_shapes(c1, c2, ks, device):
-    x1, x2, groups, weight, bias, rows = norm_inputs(
-        (64, 64, 64, c1, c2, 32), torch.bfloat16, device, offset=3.0
-    )
-    halves = [x1] if x2 is None else [x1, x2]
-    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=True))
-    for film in ({}, rows):
-        norm = partials, (4096,) * len(ks), groups, weight, bias, EPS
-        expected = fused_reference.norm_table(*norm, **film)
-        for _ in range(3):
-            table = norm_image_table.norm_image_table(*norm, **film)
-            torch.testing.assert_close(table, expected, rtol=2e-5, atol=2e-5)

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from ..activations import check_activation, rounded_grad
-from ..norm.image_table import norm_image_table
-from ..norm.tables import check_partials_of
+from ..norm.tables import check_partials_of, norm_table
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
@@ -171,7 +170,7 @@ def norm_conv(
     norm = norm._replace(makers=form.makers if two_rows else 0)
     if form.table:
         terms = num_groups, norm_weight, norm_bias, eps, scale, shift
-        norm = norm._replace(table=norm_image_table((partials,), (h * w,), *terms))
+        norm = norm._replace(table=norm_table((partials,), (h * w,), *terms))
     room = empty_means(y, tiles, _empty) if means else None
     gluon_rows.launch(
         config,
@@ -207,7 +206,7 @@ def norm_conv_of_two(
     given = norm_weight, norm_bias, eps
     norm = *partials, *given, None
     if _FORMS["two"][n * h * w >= _LARGE].table:
-        norm = *(None,) * 5, norm_image_table(partials, (h * w, h * w), num_groups, *given)
+        norm = *(None,) * 5, norm_table(partials, (h * w, h * w), num_groups, *given)
     slope = rounded_grad(activation, x1.dtype)
     gluon_rows.launch_two(x1, x2, norm, num_groups, slope, weight, bias, emb, y, sums)
     return y, sums

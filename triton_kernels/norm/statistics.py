@@ -1,6 +1,6 @@
 """Statistics of a norm from the partial sums of tiles, as `norm_tables` says what these are.
 
-Jit functions of `norm_table_kernels`, `norm_image_table`, `norm_fold_kernels`, `norm_small_batch`,
+Jit functions of `norm_table_kernels`, `norm_fold_kernels`, `norm_small_batch`,
 `norm_whole_kernels` and `norm_sums_kernels`. What is kept of a channel is [BLOCK_G, BLOCK_J],
 groups by their channels, so that the sum over a group is a sum over rows.
 """
