@@ -64,5 +64,13 @@ def _defaults(path: Path) -> dict[str, str]:
     return {re.sub(r"override /?|@.*", "", group): choice for group, choice in pairs}
 
 
+def parsed(value: str) -> Any:
+    """A value of a command line, as in these files. ConfigError: it is no YAML."""
+    try:
+        return yaml.load(value, _Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{value} is no value of YAML") from error
+
+
 def _read(path: Path) -> dict[str, Any]:
     return yaml.load(path.read_text(), _Loader)

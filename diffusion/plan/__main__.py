@@ -2,12 +2,15 @@
 
     python -m diffusion.plan model=unet64 batch=16 mode=sample gpu=h100
     python -m diffusion.plan model=unet64 batch=128 mode=train gpu=h200 out=plan.png
+    python -m diffusion.plan model=unet64 model.model_channels=96 channels=4 size=32 gpu=a100
 
 model      a file of configs/model
+model.*    changes of its settings, as for train.py
 batch      images, or chunks of actions
 mode       train: with gradients; sample: without
 gpu        one of `printed.GPUS`
 size       pixels per side; for a policy, steps of a chunk
+channels   of an image; for a policy, numbers of an action
 precision  bf16, fp32, or with mode=train tf32
 context    77x768: tokens and numbers per token of a sequence condition; empty: none
 out        file for a picture of the timeline; empty: none
@@ -16,6 +19,7 @@ out        file for a picture of the timeline; empty: none
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +32,7 @@ from ..factory import POLICY_MODELS, build_model, build_policy_model, with_condi
 from ..models.conditions import parts_of, zeros_given
 from ..models.unet import UNet
 from ..models.unet1d import UNet1d
-from ..presets import CONFIGS, preset
+from ..presets import CONFIGS, parsed, preset
 from ..runtime.backend import PRECISIONS, Backend
 from .build import Plan, plan
 from .graph import PlanError
@@ -38,17 +42,19 @@ from .printed import GPUS, Gpu, Page, draw, page, table
 from .step.printed import step_page
 
 _MODELS = CONFIGS / "model"
+_CHANGE = "model."  # begins the name of a setting of the model
 _DEFAULTS = {
     "model": "unet64",
     "batch": "16",
     "mode": "sample",
     "gpu": "h200",
     "size": "",
+    "channels": "",
     "precision": "bf16",
     "context": "",
     "out": "",
 }
-_ACTION, _CONDITION = 2, 20  # numbers of an action and of a condition, as of the built-in task
+_CONDITION = 20  # numbers of a policy's condition, as of the built-in task
 
 
 def settings(arguments: list[str]) -> dict[str, str]:
@@ -56,8 +62,12 @@ def settings(arguments: list[str]) -> dict[str, str]:
     given = dict(_DEFAULTS)
     for argument in arguments:
         name, equals, value = argument.partition("=")
+        if equals and name.startswith(_CHANGE):
+            continue
         if not equals or name not in given:
-            raise ConfigError(f"{argument} is unknown; give {'=..., '.join(given)}=...")
+            raise ConfigError(
+                f"{argument} is unknown; give {'=..., '.join(given)}=..., model.*=..."
+            )
         given[name] = value
     models = sorted(path.stem for path in _MODELS.glob("*.yaml"))
     for name, choices in (
@@ -70,7 +80,7 @@ def settings(arguments: list[str]) -> dict[str, str]:
             raise ConfigError(
                 f"{name}={given[name]} is unknown; choose one of {', '.join(choices)}"
             )
-    for name in ("batch", "size"):
+    for name in ("batch", "size", "channels"):
         if given[name] and not (given[name].isdecimal() and int(given[name]) > 0):
             raise ConfigError(f"{name}={given[name]} is no whole number of at least 1")
     if given["precision"] == "tf32" and given["mode"] != "train":
@@ -80,6 +90,21 @@ def settings(arguments: list[str]) -> dict[str, str]:
     return given
 
 
+def changes(model: str, arguments: list[str]) -> dict[str, Any]:
+    """What `model.*` arguments change in the settings of that name. ConfigError: it has none of
+    that name, or a value is no YAML."""
+    known, changed = preset("model", model), {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if not equals or not name.startswith(_CHANGE):
+            continue
+        option = name.removeprefix(_CHANGE)
+        if option not in known:
+            raise ConfigError(f"{argument}: {model} has {', '.join(known)}")
+        changed[option] = parsed(value)
+    return changed
+
+
 def example(
     model: str,
     batch: int,
@@ -87,10 +112,12 @@ def example(
     precision: str,
     trains: bool = False,
     context: str = "",  # 77x768: tokens, and numbers of each
+    channels: str = "",
+    **changed: Any,  # in the settings of the model
 ) -> tuple[nn.Module, tuple, dict]:
     """A network of the configuration, and arguments of its `forward`."""
     tokens, dim = map(int, context.split("x")) if context else (0, 0)
-    chosen = preset("model", model)
+    chosen = preset("model", model, **changed)
     dtype, cpu = PRECISIONS[precision], torch.device("cpu")
     backend = Backend("triton", triton_kernels, dtype, allow_tf32=precision != "fp32")
     if not trains:
@@ -99,23 +126,25 @@ def example(
     if context and (chosen["name"] in POLICY_MODELS or (precision == "fp32" and not trains)):
         raise ConfigError(f"context={context} is for images; samplers have a plan of it in bf16")
     if chosen["name"] in POLICY_MODELS:
-        network = build_policy_model(chosen, backend, _ACTION, _CONDITION, cpu)
-        x, cond = torch.zeros(batch, int(size or 16), _ACTION), torch.zeros(batch, _CONDITION)
+        action = int(channels or 2)
+        network = build_policy_model(chosen, backend, action, _CONDITION, cpu)
+        x, cond = torch.zeros(batch, int(size or 16), action), torch.zeros(batch, _CONDITION)
         return network, (x, t, cond), {}
-    side = int(size or 64)
+    side, c = int(size or 64), int(channels or 3)
     chosen = with_conditions(chosen, context_dim=dim)
-    network = build_model(chosen, backend, (side, side), 3, False, cpu)
+    network = build_model(chosen, backend, (side, side), c, False, cpu)
     labels = None if network.num_classes is None else t
     given = zeros_given(batch, labels, (side, side), network, tokens)
     labels = () if given is None else (given,)
-    return network, (torch.zeros(batch, 3, side, side), t, *labels), {"rng": torch.zeros(2).long()}
+    return network, (torch.zeros(batch, c, side, side), t, *labels), {"rng": torch.zeros(2).long()}
 
 
-def _page(given: dict[str, str], gpu: Gpu) -> Page:
+def _page(given: dict[str, str], changed: dict[str, Any], gpu: Gpu) -> Page:
     """Of what train.py and samplers run."""
     trains = given["mode"] == "train"
     what = given["model"], int(given["batch"]), given["size"], given["precision"]
-    network, args, kwargs = example(*what, trains=trains, context=given["context"])
+    what = *what, trains, given["context"], given["channels"]
+    network, args, kwargs = example(*what, **changed)
     if trains and isinstance(network, UNet) and network.backend.name == "triton":
         x, _, *labels = args
         x = x.permute(0, 2, 3, 1).contiguous()
@@ -141,11 +170,12 @@ def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Gpu)
 
 def main(arguments: list[str]) -> None:
     given = settings(arguments)
+    changed = changes(given["model"], arguments)
     out = Path(given["out"]) if given["out"] else None
     if out is not None:
         check_writable(out)
     try:
-        found = _page(given, GPUS[given["gpu"]])
+        found = _page(given, changed, GPUS[given["gpu"]])
     except PlanError as error:
         raise ConfigError(str(error)) from error
     print(table(found))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.errors import ConfigError
-from diffusion.plan.__main__ import example, main, settings
+from diffusion.plan.__main__ import changes, example, main, settings
 from diffusion.plan.build import plan
 from diffusion.plan.printed import GPUS, flops_of, lines
 from tests.end_to_end.run import run
@@ -65,6 +65,9 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
         ("mode=", "mode= is unknown; choose one of train, sample"),
         ("precision=tf32", "precision=tf32 is of mode=train"),
         ("colour=red", "colour=red is unknown; give model=..."),
+        ("model.widht=96", "model.widht=96: unet64 has name, model_channels"),
+        ("model.model_channels=[96", "[96 is no value of YAML"),
+        ("model.num_groups=7", "num_groups=7 does not divide"),
         (f"out={__file__}/plan.png", "test_printed.py is a file, expected a folder"),
     ],
 )
@@ -72,6 +75,15 @@ def test_wrong_settings(argument, said):
     with pytest.raises(ConfigError) as error:
         main([argument])
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_network_of_ones_own():
+    given = ["model.model_channels=24", "model.num_groups=8", "batch=2"]
+    model, (x, *_), _ = example(
+        "unet_tiny", 2, "16", "bf16", channels="5", **changes("unet_tiny", given)
+    )
+    assert x.shape == (2, 5, 16, 16) and model.out_channels == 5
+    assert model.state_dict()["input_blocks.0.0.weight"].shape[:2] == (24, 5)
 
 
 @pytest.fixture(scope="module")
