@@ -27,9 +27,14 @@ class Accelerated(nn.Module):
     tensors; the first call of each makes it. PlanError, with the reason: the module has none.
     """
 
-    def __init__(self, module: nn.Module, without: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        without: Collection[str] = (),  # names of rows that do not apply
+        launch: Callable | None = None,  # how nodes are launched; None: as the device has it
+    ) -> None:
         super().__init__()
-        self.module, self._without = module, without  # names of rows that do not apply
+        self.module, self._without, self._launch = module, without, launch
         self._plans: dict[tuple, Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -42,15 +47,18 @@ class Accelerated(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        made, args, kwargs = self.plan_of(args, kwargs)
+        return self.run(*self.plan_of(args, kwargs))
+
+    def run(self, made: Plan, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a plan makes of arguments as `plan_of` gives them."""
         inputs = made.traced.leaves(args, kwargs)
         tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         parameters = [tensors[name] for name in made.graph.parameters]
         if made.backward is None:
             with torch.no_grad():
-                outputs = _Evaluation(made, inputs, parameters).outputs
+                outputs = _Evaluation(made, inputs, parameters, self._launch).outputs
         else:
-            outputs = _Planned.apply(made, len(inputs), *inputs, *parameters)
+            outputs = _Planned.apply(made, self._launch, len(inputs), *inputs, *parameters)
         return made.traced.assemble(list(outputs))
 
     def plan_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, tuple, dict]:
@@ -136,7 +144,9 @@ def _streams(device: torch.device) -> Streams:
 class _Evaluation:
     """The forward pass of a plan; what its backward pass reads stays in `values`."""
 
-    def __init__(self, made: Plan, inputs: list[Tensor], parameters: list[Tensor]) -> None:
+    def __init__(
+        self, made: Plan, inputs: list[Tensor], parameters: list[Tensor], launch: Callable | None
+    ) -> None:
         graph = made.graph
         given = [x.detach() for x in (*inputs, *parameters)]
         starts = [*graph.inputs, *graph.parameters.values()]
@@ -144,7 +154,8 @@ class _Evaluation:
         self.values.update(graph.constants)
         device = next((x.device for x in given), torch.device("cpu"))
         with torch.autocast(device.type, enabled=False):
-            run_moves(made.schedule.forward, self.values, _streams(device), launcher(device))
+            launch = launch or launcher(device)
+            run_moves(made.schedule.forward, self.values, _streams(device), launch)
         self.outputs = tuple(self.values[v] for v in graph.outputs)
 
 
@@ -152,9 +163,11 @@ class _Planned(torch.autograd.Function):
     """One node of autograd for the whole network."""
 
     @staticmethod
-    def forward(ctx: Any, made: Plan, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        evaluation = _Evaluation(made, list(tensors[:count]), list(tensors[count:]))
-        ctx.made, ctx.values, ctx.count = made, evaluation.values, count
+    def forward(
+        ctx: Any, made: Plan, launch: Callable | None, count: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        evaluation = _Evaluation(made, list(tensors[:count]), list(tensors[count:]), launch)
+        ctx.made, ctx.launch, ctx.values = made, launch, evaluation.values
         ctx.save_for_backward(*tensors)  # which notices if somebody has written to one
         results = zip(made.graph.outputs, evaluation.outputs, strict=True)
         ctx.mark_non_differentiable(*(y for v, y in results if v not in made.backward.seeds))
@@ -177,7 +190,8 @@ class _Planned(torch.autograd.Function):
                 values[seed] = zeros if dy is None else dy.to(value.dtype).contiguous()
         device = tensors[0].device
         with torch.autocast(device.type, enabled=False):
-            run_moves(made.schedule.backward, values, _streams(device), launcher(device))
+            launch = ctx.launch or launcher(device)
+            run_moves(made.schedule.backward, values, _streams(device), launch)
         starts = [*graph.inputs, *graph.parameters.values()]
         grads = [backward.grads.get(value) for value in starts]
-        return None, None, *(None if grad is None else values[grad] for grad in grads)
+        return None, None, None, *(None if g is None else values[g] for g in grads)

@@ -17,12 +17,14 @@ from ...models.blocks import ResBlock
 from ...models.conditions import Conditions, Given, parts_of
 from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
+from ...models.unet1d import UNet1d
 from ...runtime.backend import Backend
 from ..embedding import EmbeddingLayers, Step
 from ..execute import Streams
 from ..graph import Value
 from ..moves import Move
 from .calls import Launcher
+from .others import TrainingNetwork
 from .places import EMB
 from .plan import StepPlan, step_plan
 
@@ -39,18 +41,19 @@ def training_network(
     ready: Callable[[int], None] | None = None,  # told how far backward is, see `GradientSum`
     urgent: bool = False,  # it wants to know as early as can be
 ) -> Callable[..., Tensor]:
-    """What a training step calls as `forward_nhwc`: the plan if there is one for this model and
-    backend, else the model itself, and the log says why."""
+    """What a training step calls as `forward_nhwc`: the plan of a `UNet`, that of another network,
+    or the model itself: on PyTorch's backend, and of policies, whose step has been timed layer by
+    layer, and not by its plan."""
     backend = model.backend
     refusal, kernels = "it is for the Triton backend", step_kernels(backend)
     if kernels is not None:
         refusal = TrainingUNet.refusal(model)
         if refusal is None:
             return TrainingUNet(model, flat, kernels, recompute, ready, urgent)
-        log.warning("the network runs layer by layer, without the fused plan: %s", refusal)
     if recompute:
-        log.warning("train.recompute has no effect without the fused plan: %s", refusal)
-    return model.forward_nhwc
+        log.warning("train.recompute has no effect without the plan of a UNet: %s", refusal)
+    layers = kernels is None or isinstance(model, UNet1d)
+    return model.forward_nhwc if layers else TrainingNetwork(model)
 
 
 def step_kernels(backend: Backend) -> ModuleType | SimpleNamespace | None:

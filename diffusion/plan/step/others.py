@@ -1,0 +1,62 @@
+"""Networks that are no `UNet`, in training: by the plan that `accelerate` makes of them.
+
+Their gradients come through autograd, and are added to the flat buffer parameter by parameter;
+parameters in 16 bits are made in every call.
+"""
+
+import logging
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...models.conditions import Conditions, Given
+from ..accelerate import Accelerated
+from ..graph import PlanError
+from ..on_gpu import launch_kernels
+
+log = logging.getLogger(__name__)
+
+
+class TrainingNetwork:
+    """Runs `model.forward_nhwc` by its plan, which the first call for images of a shape makes. If
+    there is none, the layers run one by one from there on, and the log says why."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._plans: dict[int, Accelerated] | None = {}  # by `first`; None: it has none
+
+    def __call__(
+        self,
+        x: Tensor,
+        t: Tensor,
+        labels: Given = None,
+        *,
+        rng: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        """As `forward_nhwc` of the model."""
+        if self._plans is not None:
+            given = vars(labels) if isinstance(labels, Conditions) else {"labels": labels}
+            if first not in self._plans:
+                self._plans[first] = Accelerated(_Call(self.model, first), launch=launch_kernels)
+            fast = self._plans[first]
+            try:
+                planned = fast.plan_of((x, t, rng), given)
+            except (PlanError, ValueError, TypeError) as error:
+                log.warning("the layers run one by one, without a plan: %s", error)
+                self._plans = None
+            else:
+                return fast.run(*planned)
+        return self.model.forward_nhwc(x, t, labels, rng=rng, first=first)
+
+
+class _Call(nn.Module):
+    """A call of a network, its tensors by name."""
+
+    def __init__(self, model: nn.Module, first: int) -> None:
+        super().__init__()
+        self.model, self.first = model, first
+
+    def forward(self, x: Tensor, t: Tensor, rng: Tensor | None, **given: Any) -> Tensor:
+        labels = Conditions(**given).shortest()
+        return self.model.forward_nhwc(x, t, labels, rng=rng, first=self.first)

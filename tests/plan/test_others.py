@@ -1,0 +1,114 @@
+"""Networks that are no `UNet` train by a plan: gradients as layer by layer, dropout, the log."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import triton_kernels
+from diffusion.models.conditions import Conditions
+from diffusion.models.flat_parameters import FlatParameters
+from diffusion.models.layers import Network, set_backend
+from diffusion.models.unet1d import UNet1d
+from diffusion.plan.step.others import TrainingNetwork
+from diffusion.runtime.backend import Backend
+from tests.diffusion.diffusers_models import perturbed
+from tests.plan.compare import FLOAT64, in_float64
+
+T, RNG = torch.tensor([3, 400]), torch.tensor([5, 6])
+
+
+def policy(**options) -> nn.Module:
+    sizes = {"diffusion_step_embed_dim": 16, "down_dims": (16, 32), "global_cond_dim": 5}
+    return perturbed(UNet1d(2, **sizes, **options))
+
+
+def images(**options) -> nn.Module:
+    """With dropout of channels that are no multiple of four."""
+    from tests.diffusion.test_fused_unet import make
+
+    sizes = {"model_channels": 18, "channel_mult": (1, 2), "num_groups": 6, "num_head_channels": 6}
+    return make(sizes | {"dropout": 0.3} | options, (8, 8)).train()
+
+
+NETWORKS = {
+    "policy": (policy, (2, 1, 8, 2), torch.randn(2, 5)),
+    "policy, film": (lambda: policy(cond_predict_scale=True), (2, 1, 8, 2), torch.randn(2, 5)),
+    "dropout of 18 channels": (images, (2, 8, 8, 3), None),
+    "classes": (lambda: images(num_classes=3), (2, 8, 8, 3), torch.tensor([0, 2])),
+    "a vector": (
+        lambda: images(vector_dim=4),
+        (2, 8, 8, 3),
+        Conditions(vector=torch.randn(2, 5).double()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_as_layer_by_layer(name, caplog):
+    """Results and gradients, added to those that are there."""
+    build, shape, labels = NETWORKS[name]
+    torch.manual_seed(0)
+    model = in_float64(build())
+    flat = FlatParameters(model)
+    x, dy = torch.randn(shape).double(), None
+    labels = labels.double() if torch.is_tensor(labels) and labels.is_floating_point() else labels
+    network, found = TrainingNetwork(model), []
+    for run in (model.forward_nhwc, network, network):
+        flat.grad.fill_(1)
+        y = run(x, T, labels, rng=RNG, first=4)
+        dy = torch.randn_like(y) if dy is None else dy
+        y.backward(dy)
+        found.append((y.detach(), flat.grad.clone()))
+    for y, grad in found[1:]:
+        torch.testing.assert_close(y, found[0][0], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(grad, found[0][1], rtol=1e-6, atol=1e-6)
+    assert not caplog.records and len(network._plans) == 1
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_on_the_kernels(name, device):
+    """In float32, beside the layers in float64."""
+    build, shape, labels = NETWORKS[name]
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        torch.manual_seed(0)
+        model, exact = build().to(device, dtype), dtype == torch.float64
+        set_backend(model, FLOAT64 if exact else Backend("triton", triton_kernels, dtype))
+        flat = FlatParameters(model)
+        run = model.forward_nhwc if exact else TrainingNetwork(model)
+        torch.manual_seed(1)
+        x, dy = (torch.randn(*shape[:3], c).to(device, dtype) for c in (shape[3], 1))
+
+        def placed(value: torch.Tensor, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return value.to(device, dtype if value.is_floating_point() else None)
+
+        given = labels
+        if labels is not None:
+            given = labels.each(placed) if isinstance(labels, Conditions) else placed(labels)
+        y = run(x, T.to(device), given, rng=RNG.to(device), first=4)
+        y.backward(dy.expand_as(y))
+        found.append((y.detach().double(), flat.grad.double()))
+    (z, exact_grad), (y, grad) = found
+    assert (y - z).norm() <= 1e-5 * z.norm()
+    assert (grad - exact_grad).norm() <= 1e-4 * exact_grad.norm()
+
+
+class Recurrent(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(3, 3)
+
+    def forward_nhwc(self, x, t, labels=None, *, rng=None, first=0):
+        return self.inner(x.flatten(1, 2))[0].view(x.shape)
+
+
+def test_without_a_plan_the_log_says_why(caplog):
+    caplog.set_level(logging.INFO)
+    model, x = Recurrent(), torch.randn(2, 4, 4, 3)
+    network = TrainingNetwork(model)
+    for _ in range(2):
+        torch.testing.assert_close(network(x, T), model.forward_nhwc(x, T))
+    (record,) = caplog.records
+    assert "one by one, without a plan: " in record.message and "lstm" in record.message
