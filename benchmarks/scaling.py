@@ -93,10 +93,11 @@ def _time_compiled(
     settings: dict, batch: int, device: torch.device, processes: Processes, table: "Table"
 ) -> None:
     provider = f"compile-{settings['precision']}"
-    alone = _timed(_compiled(settings, batch, device, provider, None).plain, settings["steps"])
+    step = _compiled(settings, batch, device, provider, None)  # once for both, in minutes
+    alone = _timed(step.plain, settings["steps"])
     table.add("compile", batch, 1, "launched", alone, alone, processes.is_first)
-    captured = _compiled(settings, batch, device, provider, None).captured()
-    graph = _timed(captured, settings["steps"])
+    graph = _timed(step.captured(), settings["steps"])
+    del step
     table.add("compile", batch, 1, "one CUDA graph", graph, graph, processes.is_first)
     shared = _compiled(settings, batch, device, provider, partial(_ddp, device=device))
     timing = _timed(shared.plain, settings["steps"])
