@@ -173,19 +173,16 @@ def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False,
         options |= {
             "input_partials": partials_of(halves[0], ks[0]),
             "emb_grad_out": got["emb"],
-            "bias_grad_out": got["conv_bias"],
         }
-    coeff = norm_tables.norm_grad_table(
-        partials_of(dz, ks[-1], xhat),
-        table,
-        h * w,
-        groups,
-        got["weight"],
-        got["bias"],
-        accumulate=accumulate,
-        sums=sums,
-        **options,
-    )
+    of_dz = partials_of(dz, ks[-1], xhat), table, h * w, groups
+    if sums is None:
+        work = torch.full((n, (2 + one) * c), torch.nan, device=dz.device)
+        coeff = norm_tables.norm_grad_table(*of_dz, None, None, rows_out=work, **options)
+        norm_tables.bias_grad(work, flat[: work.shape[1]], accumulate)
+    else:
+        options |= {"bias_grad_out": got["conv_bias"]} if one else {}
+        grads = got["weight"], got["bias"]
+        coeff = norm_tables.norm_grad_table(*of_dz, *grads, sums=sums, **options)
     add1, add2, second = adds[0], None if one else adds[1], adds[-1]
     *dx, rows = norm_passes.norm_dx(
         dz, halves[0], second_half(halves), coeff, add1, add2, second, sums=sums or True
@@ -321,20 +318,15 @@ def test_only_the_gradients_that_are_wanted(device):
     case = make_case((2, 4, 3), (12,), 3, device=device)
     halves, groups, weight, bias, dz, *_ = case
     table = _table(halves, (4,), groups, weight, bias)
-    partials = partials_of(dz, 2, dz)
-    d_bias, conv_bias = torch.empty(2, 12, device=device)
-    coeff = norm_tables.norm_grad_table(partials, table, 12, groups, None, d_bias)
+    of_dz = partials_of(dz, 2, dz), table, 12, groups
+    sums = row_sums.RowSums(torch.zeros(24, device=device))
+    d_bias, conv_bias = sums.grad.split(12)
+    coeff = norm_tables.norm_grad_table(*of_dz, None, d_bias, sums=sums)
+    sums.flush()
     assert_near("d_bias", d_bias, dz.double().sum((0, 1, 2)))
-    again = norm_tables.norm_grad_table(
-        partials,
-        table,
-        12,
-        groups,
-        None,
-        None,
-        input_partials=partials_of(halves[0], 3),
-        bias_grad_out=conv_bias,
-    )
+    options = {"input_partials": partials_of(halves[0], 3), "bias_grad_out": conv_bias}
+    again = norm_tables.norm_grad_table(*of_dz, None, None, sums=sums, **options)
+    sums.flush()
     assert_near("coeff", again, coeff, floor=1e-6)
     dx, _, _ = norm_passes.norm_dx(dz, halves[0], None, coeff)
     assert_near("conv_bias", conv_bias, dx.double().sum((0, 1, 2)), floor=2e-5)

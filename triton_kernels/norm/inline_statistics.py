@@ -184,7 +184,7 @@ def norm_backward(
         config = select(NORM_BACKWARD, spec, describe(dz.device)).config
     if isinstance(config, TwoLaunches):
         coeff = norm_grad_table(
-            partials, table, h * w, num_groups, grad_weight_out, grad_bias_out, accumulate=True,
+            partials, table, h * w, num_groups, grad_weight_out, grad_bias_out,
             input_partials=input_partials, emb_grad_out=emb_grad_out, bias_grad_out=bias_grad_out,
             weight=weight, bias=bias, scale=scale, grad_scale_out=grad_scale_out,
             grad_shift_out=grad_shift_out, sums=sums,
@@ -262,8 +262,6 @@ def skip_backward(
                 sums.add(work, i * c, grad)
     else:
         grads = grad_weight_out, grad_bias_out
-        coeff = norm_grad_table(
-            partials, table, h * w, num_groups, *grads, accumulate=True, sums=sums
-        )
+        coeff = norm_grad_table(partials, table, h * w, num_groups, *grads, sums=sums)
     options = {"dz2": dz2, "upsample1": upsample1, "allow_tf32": allow_tf32, "config": config}
     return skip_dx(dy, skip_weight, dz, x1, x2, coeff, add1, sums, **options)

@@ -38,7 +38,6 @@ from ..runtime.dependent_launch import overlapping
 from ..runtime.layout import check_nhwc, check_shape, row_stride
 from .pass_grid import channel_block
 from .table_kernels import (
-    norm_grad_sums_kernel,
     norm_grad_table_kernel,
     norm_partials_kernel,
     norm_table_kernel,
@@ -174,7 +173,6 @@ def norm_grad_table(
     grad_weight_out: Tensor | None,  # float32 [C]
     grad_bias_out: Tensor | None,  # float32 [C]
     *,
-    accumulate: bool = False,  # add to the three gradients float32 [C] rather than overwrite them
     input_partials: Tensor | None = None,  # float32 [N, KX, 2, C]: of x, which is one tensor
     emb_grad_out: Tensor | None = None,  # [N, C], rows may be strided: the sum of dx over pixels
     bias_grad_out: Tensor | None = None,  # float32 [C]: the same, summed over n too
@@ -183,9 +181,11 @@ def norm_grad_table(
     scale: Tensor | None = None,  # [N, C]; the one that `norm_table` had
     grad_scale_out: Tensor | None = None,  # [N, C], rows may be strided
     grad_shift_out: Tensor | None = None,  # [N, C], rows may be strided
-    sums: RowSums | None = None,  # adds to the three gradients later, which spares a launch
+    sums: RowSums | None = None,  # adds to the three gradients float32 [C], later
+    rows_out: Tensor | None = None,  # float32 [N, 2 C or 3 C]: what it would add up
 ) -> Tensor:  # float32 [N, 3, C]
-    """p, q and r of every channel, with dx = p dz + q x + r, and the gradients of the parameters.
+    """p, q and r of every channel, with dx = p dz + q x + r, and the gradients of the parameters,
+    which without `sums` are the sums over n of `rows_out`: weight, bias and bias_grad.
 
     `emb_grad_out` and `bias_grad_out`, which need `input_partials`, are the gradients of what was
     added to every pixel of x: an embedding per (n, c), and the bias of the convolution before.
@@ -193,19 +193,23 @@ def norm_grad_table(
     _check_partials(partials, pixels)
     n, k, _, c = partials.shape
     assert table.shape == (n, 4, c) and table.is_contiguous()
-    sums_dx = emb_grad_out is not None or bias_grad_out is not None
-    assert sums_dx == (input_partials is not None), "input_partials are for sums of dx"
+    outs = (grad_weight_out, grad_bias_out, bias_grad_out)
+    assert sums is not None or outs == (None,) * 3, "gradients are sums of rows"
+    assert input_partials is not None or emb_grad_out is bias_grad_out is None, "sums of dx"
     kx = 1
     if input_partials is not None:
         kx = input_partials.shape[1]
         check_partials_of(input_partials, pixels, n, c)
     lanes = _lanes_of(c, num_groups, k, kx)
-    rows = 3 if sums_dx else 2
+    rows = 2 if input_partials is None else 3
     coeff = _empty((n, 3, c), dtype=torch.float32, device=table.device)
-    if sums is None:
-        work = _empty((n, rows * c), dtype=torch.float32, device=table.device)
-    else:
+    if sums is not None:
         work = sums.rows(n, rows * c)
+    elif rows_out is not None:
+        work = rows_out
+        check_shape("rows_out", work, n, rows * c)
+    else:
+        work = _empty((n, rows * c), dtype=torch.float32, device=table.device)
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
     shape = (pixels, c, lanes.programs, rows, k, kx, lanes.cg)
     norm_grad_table_kernel[(n * lanes.programs,)](
@@ -224,27 +228,10 @@ def norm_grad_table(
         num_warps=lanes.num_warps,
         **overlapping(table.device),
     )
-    outs = (grad_weight_out, grad_bias_out, bias_grad_out)
-    if sums is not None:
-        assert accumulate, "RowSums adds to what is there"
-        for i, out in enumerate(outs):
-            if out is not None:
-                sums.add(work, i * c, out)
-    elif any(out is not None for out in outs):
-        _sum_over_n(work.view(n, rows, c), outs, accumulate)
+    for i, out in enumerate(outs):
+        if out is not None:
+            sums.add(work, i * c, out)
     return coeff
-
-
-def _sum_over_n(rows: Tensor, outs: tuple[Tensor | None, ...], accumulate: bool) -> None:
-    """outs[i] = (or +=) the sum over n of rows[n, i]."""
-    n, count, c = rows.shape
-    for out in outs:
-        assert out is None or (out.shape == (c,) and out.is_contiguous())
-    block_n = min(triton.next_power_of_2(max(n, 1)), 128)
-    block_c = min(triton.next_power_of_2(c), 16)
-    norm_grad_sums_kernel[(triton.cdiv(c, block_c), count)](
-        rows, *outs, n, c, count, accumulate, block_n, block_c
-    )
 
 
 def bias_grad(

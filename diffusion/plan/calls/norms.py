@@ -54,8 +54,9 @@ def _norm_grad_table(k, node, given):
     sums of dx over pixels, `emb`."""
     a, table = node.attrs, given["table"]
     n, _, c = table.shape
-    made = dict(zip(("weight", "bias"), table.new_zeros(2, c), strict=True))
-    options = {}
+    rows = table.new_empty(n, (3 if "emb" in node.outputs else 2) * c)
+    total = table.new_empty(rows.shape[1])
+    made, options = {"weight": total[:c], "bias": total[c : 2 * c]}, {"rows_out": rows}
     if "scale" in given or "shift" in given:
         options["scale"] = given.get("scale", torch.zeros_like(table[:, 0]))
         options |= {"weight": given["weight"], "bias": given["bias"]}
@@ -64,8 +65,10 @@ def _norm_grad_table(k, node, given):
     if "emb" in node.outputs:
         made["emb"] = table.new_empty(n, c)
         options |= {"input_partials": given["input_partials"], "emb_grad_out": made["emb"]}
-    sums = given["partials"], table, a["pixels"], a["groups"], made["weight"], made["bias"]
-    return {"coeff": k.norm_grad_table(*sums, **options), **made}
+    sums = given["partials"], table, a["pixels"], a["groups"], None, None
+    coeff = k.norm_grad_table(*sums, **options)
+    k.bias_grad(rows, total)
+    return {"coeff": coeff, **made}
 
 
 @launches("norm_dx")

@@ -205,7 +205,7 @@ def _norm_grad_table(run, node, given, into):
     a, options = node.attrs, _outputs(node, given, into)
     grads = into.get("weight"), into.get("bias")
     tensors = given["partials"], given["table"], a["pixels"], a["groups"], *grads
-    made = run.kernels.norm_grad_table(*tensors, accumulate=True, sums=run.sums, **options)
+    made = run.kernels.norm_grad_table(*tensors, sums=run.sums, **options)
     return {"coeff": made}
 
 

@@ -96,7 +96,6 @@ def norm_grad_table(
     grad_weight_out,
     grad_bias_out,
     *,
-    accumulate=False,
     input_partials=None,
     emb_grad_out=None,
     bias_grad_out=None,
@@ -106,11 +105,13 @@ def norm_grad_table(
     grad_scale_out=None,
     grad_shift_out=None,
     sums=None,
+    rows_out=None,
 ):
     """coeff of the norm's backward, and the gradients of its weight and bias, and of scale and
     shift [N, C] if it has them, for which it needs weight and bias. With the partials of
     its one input it also gives `emb_grad_out` [N, C], the sum of dx over pixels, which is the
-    gradient of what was added to the input per (n, c), and `bias_grad_out` [C], its sum over n."""
+    gradient of what was added to the input per (n, c), and `bias_grad_out` [C], its sum over n.
+    Gradients [C] are added to, and `rows_out` [N, 2 C or 3 C] is what they are sums of."""
     d, e = partials.sum(1).unbind(1)  # [N, C]
     mean, rstd, g, _ = table.unbind(1)
     n, c = d.shape
@@ -123,17 +124,19 @@ def norm_grad_table(
     m1, m2 = group_mean(g * d), group_mean(g * e)
     p, q, r = rstd * g, -rstd.square() * m2, rstd.square() * m2 * mean - rstd * m1
     gain = 1 if scale is None else 1 + scale
-    put(grad_weight_out, (gain * e).sum(0), accumulate)
-    put(grad_bias_out, (gain * d).sum(0), accumulate)
+    rows = [gain * e, gain * d]
     if scale is not None:
         grad_scale_out.copy_(weight * e + bias * d)
         grad_shift_out.copy_(d)
     if input_partials is not None:
-        sums = p * d + q * input_partials[:, :, 0].sum(1) + r * pixels
+        rows.append(p * d + q * input_partials[:, :, 0].sum(1) + r * pixels)
         if emb_grad_out is not None:
-            emb_grad_out.copy_(sums)
-        if bias_grad_out is not None:
-            put(bias_grad_out, sums.sum(0), accumulate)
+            emb_grad_out.copy_(rows[2])
+    if rows_out is not None:
+        rows_out.copy_(torch.cat(rows, dim=1))
+    for out, row in zip((grad_weight_out, grad_bias_out, bias_grad_out), rows, strict=False):
+        if out is not None:
+            put(out, row.sum(0), True)
     return torch.stack((p, q, r), dim=1)
 
 
@@ -225,8 +228,7 @@ def norm_backward(
     """(dx, its rows or None) of `norm_dx` of one tensor, where `outputs` are those of
     `norm_grad_table`, which makes the coefficients. The gradients are added to."""
     pixels, grads = dz.shape[1] * dz.shape[2], (grad_weight_out, grad_bias_out)
-    outputs |= {"accumulate": True, "sums": sums}
-    coeff = norm_grad_table(partials, table, pixels, num_groups, *grads, **outputs)
+    coeff = norm_grad_table(partials, table, pixels, num_groups, *grads, sums=sums, **outputs)
     adds = {"add1": add1, "add1_second": add1_second, "upsample1": upsample1, "out": out}
     adds["tf32"] = tf32
     dx, _, rows = norm_dx(dz, x, None, coeff, sums=sums if rows else None, **adds)
