@@ -96,6 +96,7 @@ def _others() -> Iterator[Callable[[], None]]:
         {"dropout": 0.1, "use_scale_shift_norm": True, "conv_resample": True},
         {"model_channels": 36, "num_head_channels": 36, "num_groups": 4},  # no multiple of 8
         {"num_head_channels": 128, "model_channels": 128},
+        {"num_head_channels": 48, "model_channels": 96},  # no multiple of 64
     ):
         yield lambda o=options: _train(network | o)
     odd = {"model_channels": 18, "num_head_channels": 18, "num_groups": 6}

@@ -47,6 +47,9 @@ SHAPES = {
     "rows of 128": Shape(5, 16, 128, 64, 192),
     "48x48": Shape(7, 48, 48, 128, 64),
     "24x40": Shape(7, 24, 40, 64, 128),
+    "channels that fill no block": Shape(13, 16, 16, 72, 136),
+    "48x48 of 96": Shape(7, 48, 48, 96, 160),
+    "8x8 of few": Shape(65, 8, 8, 16, 200),
 }
 
 
@@ -97,6 +100,17 @@ class TestGpu:
         repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, count))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("name", ["channels that fill no block", "48x48 of 96"])
+    def test_extra_of_channels_that_fill_no_block(self, name, config, device):
+        shape, dtype = SHAPES[name], torch.bfloat16
+        repeatedly(lambda: check_extra(shape, 72, 24, dtype, device, config, 2))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    def test_input_grad_whose_second_input_fills_no_block(self, config, device):
+        shape = SHAPES["48x48 of 96"]._replace(ci=288)
+        repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
     def test_input_grad(self, name, dtype, config, device):
         skip_uncut(name, config)
@@ -132,10 +146,11 @@ class TestGpu:
         assert applying(SHAPES["48x48"], torch.bfloat16, device) == TILES
         assert applying(Shape(1, 4, 128, 64, 64), torch.bfloat16, device) == TILES[1:]
         assert applying(Shape(1, 24, 24, 64, 64), torch.bfloat16, device) == TILES[3:]
+        assert applying(SHAPES["48x48 of 96"], torch.bfloat16, device) == TILES
         for shape in (
             Shape(1, 6, 16, 64, 64),
             Shape(1, 16, 20, 64, 64),
-            Shape(1, 32, 32, 96, 64),
+            Shape(1, 32, 32, 100, 64),
             Shape(1, 32, 32, 64, 64, 1),
         ):
             assert applying(shape, torch.bfloat16, device) == []

@@ -35,7 +35,7 @@ class SingleTile(NamedTuple):
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.n == 0:
         return "there are no images"
-    if reason := tile_mma.refuse(spec, gpu):
+    if reason := tile_mma.refuse(spec, gpu, ragged=False):
         return reason
     return None if _tiles(spec, gpu) else f"no tile of {spec.h}x{spec.w} has whole pairs of rows"
 

@@ -55,7 +55,7 @@ def _refuse_norm(spec: ConvSpec) -> str | None:
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := _refuse_norm(spec) or tile_mma.refuse(spec, gpu):
+    if reason := _refuse_norm(spec) or tile_mma.refuse(spec, gpu, ragged=False):
         return reason
     return None if _whole_images(spec, gpu) else f"no tile has whole images of {spec.h}x{spec.w}"
 

@@ -34,7 +34,7 @@ _LEAST_LANES = 4  # of threads, which have a channel's accumulators among them
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.n == 0 or spec.c % spec.groups or spec.c // spec.groups > _TILE_CHANNELS:
         return f"{spec.n} images of {spec.c} channels in {spec.groups} groups"
-    if reason := tile_mma.refuse(spec, gpu):
+    if reason := tile_mma.refuse(spec, gpu, ragged=False):
         return reason
     return None if _configs(spec, gpu) else "tiles of an image are too many to be under way at once"
 

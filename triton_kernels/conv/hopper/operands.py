@@ -103,10 +103,11 @@ class Operands(NamedTuple):
         self,
         read: Callable[[Tensor], "TensorDescriptor"],  # of pixels that are multiplied
         written: Callable[[Tensor], "TensorDescriptor"],  # of y and what is beside it
+        block: int | None = None,  # channels that are multiplied at a time; None: 64 at most
     ) -> list:
         """Descriptors and pointers in the order of the kernels' arguments."""
         beside = [written(other) for other in self.beside]
-        k = min(64, self.x.shape[3])
+        k = block or min(64, self.x.shape[3])
         box = (64, k) if self.activation is None else (k, 64)
         pairs: list = []
         for other, w1x1 in self.extra:

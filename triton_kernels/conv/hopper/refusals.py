@@ -12,22 +12,41 @@ def refuse_3x3(
     gpu: Device,
     widths: Sequence[int] = (),
     narrow: bool = False,
+    ragged: bool = False,
 ) -> str | None:
     """Of stride 1 and padding 1 in 16 bits, whose channels come in blocks of 64; of those that are
-    multiplied not, if they are `narrow`. Without `widths` rows have any number of pixels."""
+    multiplied not, if they are `narrow`. Without `widths` rows have any number of pixels.
+    `ragged`: the last block may have fewer channels."""
     if reason := missing(gpu, spec.itemsize):
         return reason
     if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
         return f"it does 3x3 filters of stride 1 and padding 1, not {spec.r}x{spec.s}"
+    least = 8 if ragged else 64  # rows of what TMA fetches are multiples of 16 bytes
+    if odd := [c for c in _channels(spec, narrow) if c % least]:
+        return f"{odd[0]} channels are no multiple of {least}"
+    if ragged and (reason := _refuse_ragged(spec)):
+        return reason
+    if widths and spec.w not in widths:
+        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
+    return None
+
+
+def _channels(spec: ConvSpec, narrow: bool) -> list[int]:
     channels = [spec.c, *spec.extra]
     if spec.first is not None:
         channels += [spec.first, spec.c - spec.first]
     filters = spec.filters or (spec.k, spec.c)
-    channels += [max(filters)] if narrow else [spec.k, *filters]
-    if odd := [c for c in channels if c % 64]:
-        return f"{odd[0]} channels are no multiple of 64"
-    if widths and spec.w not in widths:
-        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
+    return [*channels, *([max(filters)] if narrow else [spec.k, *filters])]
+
+
+def _refuse_ragged(spec: ConvSpec) -> str | None:
+    """A block is of one of two tensors, and of whole words of a mask."""
+    if spec.first is not None and spec.first < spec.c and spec.first % 64:
+        return f"{spec.first} channels of the first of two tensors are no multiple of 64"
+    if spec.mask and spec.c % 64:
+        return f"dropout masks of {spec.c} channels, no multiple of 64, are no whole words"
+    if sorted(spec.of_filters) != sorted((spec.k, spec.c)):
+        return f"tensors of {spec.k} and {spec.c} channels, filters of {spec.of_filters}"
     return None
 
 

@@ -25,6 +25,15 @@ def in_pieces(acc, PIXELS: gl.constexpr, PIECE: gl.constexpr):
 
 
 @gluon.jit
+def blocks_of(channels, RAGGED: gl.constexpr):
+    """Blocks of 64 channels, of which the last may have fewer if RAGGED."""
+    if RAGGED:
+        return gl.cdiv(channels, 64)
+    else:
+        return channels // 64
+
+
+@gluon.jit
 def by_image(x, IMAGES: gl.constexpr, W: gl.constexpr):
     """[64, pixels] as [64, images, pixels of each]; every thread keeps what it has."""
     PIXELS: gl.constexpr = x.shape[1]
@@ -56,6 +65,7 @@ class Terms:
     CV: gl.tensor
     DGRAD: gl.constexpr
     ACT: gl.constexpr
+    RAGGED: gl.constexpr  # the last block may have fewer than 64 channels
 
     @gluon.jit
     def load(self, n0, c0, IMAGES: gl.constexpr, SUMS: gl.constexpr):
@@ -71,9 +81,11 @@ class Terms:
             b = gl.load(table + 3 * CV, mask=valid, other=0.0)
             return (mean, rstd, g, b)
         else:
-            bias = gl.load(self.vectors_ptr + offs)
+            there = offs < self.CV if self.RAGGED else None
+            other: gl.constexpr = 0.0 if self.RAGGED else None
+            bias = gl.load(self.vectors_ptr + offs, mask=there, other=other)
             if self.extra_bias_ptr is not None:
-                bias += gl.load(self.extra_bias_ptr + offs)
+                bias += gl.load(self.extra_bias_ptr + offs, mask=there, other=other)
             if self.emb_ptr is not None:
                 to = self.emb_ptr + image.to(gl.int64) * self.stride_emb + offs
                 bias = bias + gl.load(to, mask=valid, other=0.0)

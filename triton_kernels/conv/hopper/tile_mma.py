@@ -10,6 +10,9 @@ times where a box a tap fetches them 9 times (rows of 32, 256 pixels).
 Where tiles are small, to wait for each of the filters is what takes the time: there three of them
 lie with the block that they are for, under one barrier.
 
+Channels are cut into blocks of 64. Where the last block has fewer, TMA reads zeros for the others,
+and does not write them.
+
 Of images smaller than that a tile takes several, side by side: to TMA the rows are the outermost
 dimension, so that row 0 of all of them comes before row 1, and a tap is still one address.
 
@@ -70,9 +73,9 @@ _LOADER_REGISTERS = 24
 _RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
 
 
-def refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why no tile can do it, or None."""
-    if reason := refuse_3x3(spec, gpu):
+def refuse(spec: ConvSpec, gpu: Device, ragged: bool = True) -> str | None:
+    """Why no tile can do it, or None. `ragged`: channels need be no multiple of 64."""
+    if reason := refuse_3x3(spec, gpu, ragged=ragged):
         return reason
     if any(box_of(tile, spec.h, spec.w) for tile in TILES):
         return None
@@ -98,7 +101,7 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     device = describe(operands.x.device)
     images, rows, width = box_of(config, h, w)
     tiles = (h // rows) * (w // width)
-    count = -(-n // images) * tiles * (c // 64)
+    count = -(-n // images) * tiles * -(-c // 64)
     blocks, steps = rings(config, images * width, device.shared_memory)
     overlap = overlapping(operands.x.device, 0)
     assert operands.partials is None or operands.partials.shape[1] == tiles
@@ -124,8 +127,9 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         then = normed.activation_name, normed.channels, normed.keep
         count += -(-n // images) * (second // 64)
     act, group, keep = then
+    ragged = any(x % 64 for x in (k, c, *operands.extra_channels))
     conv_tile_mma_kernel[(min(count, device.num_sms),)](
-        *operands.tensors(read, written),
+        *operands.tensors(read, written, 64),
         *(means or (None, None)),
         *vectors,
         kept,
@@ -146,6 +150,7 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         BLOCKS=blocks,
         STEPS=steps,
         **registers(config.block_m, images),
+        RAGGED=ragged,
         OVERLAP=bool(overlap),
         CG=group,
         KEEP=keep,
@@ -214,7 +219,7 @@ def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
     blocks = -(-spec.k // 64)
     extra = sum(-(-k // 64) for k in spec.extra)
     return Work(
-        tiles=-(-spec.n // images) * (spec.h // rows) * (spec.w // width) * (spec.c // 64),
+        tiles=-(-spec.n // images) * (spec.h // rows) * (spec.w // width) * -(-spec.c // 64),
         resident=2,
         products=64 * c.block_m * 64 * (9 * blocks + extra),
         fetched=3 * blocks * ((c.block_m + 2 * images * width) * 128 + 3 * 64 * 128)

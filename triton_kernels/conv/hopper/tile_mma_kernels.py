@@ -36,6 +36,7 @@ from .epilogue_norm import norm_of_tile
 from .tile_epilogue import (
     Beside,
     Terms,
+    blocks_of,
     by_image,
     in_pieces,
     places_of,
@@ -205,7 +206,7 @@ def _multiply(
     N, C = terms.N, terms.C
     tiles_h = tiles.tiles_h
     extra_blocks = extra.blocks
-    main_blocks = K // 64 * 3
+    main_blocks = blocks_of(K, terms.RAGGED) * 3
     tile_blocks = main_blocks + extra_blocks
     tile_steps = main_blocks * 3 + extra_blocks
     block = GROUP * tile_blocks
@@ -446,6 +447,7 @@ def conv_tile_mma_kernel(
     BLOCKS: gl.constexpr,  # of pixels in shared memory
     STEPS: gl.constexpr,  # of filters there; 0: three come with each block of pixels
     REGISTERS: gl.constexpr,  # of a thread that multiplies
+    RAGGED: gl.constexpr,  # the last block of channels may have fewer than 64
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
     CG: gl.constexpr,  # channels of a group of the norm
     KEEP: gl.constexpr,  # whether y is to be written
@@ -470,15 +472,19 @@ def conv_tile_mma_kernel(
     fence_async_shared()
     sync_threads()
 
-    blocks_c = C // 64
+    blocks_c = blocks_of(C, RAGGED)
+    if RAGGED:
+        extra_blocks = blocks_of(C1, True) + blocks_of(C2, True)
+    else:
+        extra_blocks = (C1 + C2) // 64
     tiles_h = H // ROWS
     count = gl.cdiv(N, IMAGES) * tiles_h * COLUMNS * blocks_c
     tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, COLUMNS)
     blocks = Blocks(x, w_bufs, w, 3, CHUNKS, ROWS * WIDTH, WIDTH, DGRAD)
     extra = _Pointwise(
-        extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc, C1, C2, (C1 + C2) // 64
-    )
-    terms = Terms(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C, DGRAD, ACT)
+        extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc, C1, C2, extra_blocks
+    )  # fmt: skip
+    terms = Terms(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C, DGRAD, ACT, RAGGED)
     beside = Beside(beside1_desc, beside2_desc, beside_full, border)
     dropout = _Dropout(kept_ptr, factor)
     results = _Results(y_desc, partial_ptr, means_ptr, mean_sums_ptr, KEEP)
@@ -488,7 +494,7 @@ def conv_tile_mma_kernel(
     launch_roles(
         _multiply, (
             blocks, tiles, turns, stages, terms, beside, dropout, results, norm,
-    extra, K, OVERLAP,
+            extra, K, OVERLAP,
         ),
         _load, (x_desc, w_desc, blocks, tiles, extra, K, OVERLAP),
         2, (REGISTERS, 24),
