@@ -8,7 +8,7 @@ model      a file of configs/model
 model.*    changes of its settings, as for train.py
 batch      images, or chunks of actions
 mode       train: with gradients; sample: without
-gpu        one of `printed.GPUS`
+gpu        one of `triton_kernels.registry.chips`
 size       pixels per side; for a policy, steps of a chunk
 channels   of an image; for a policy, numbers of an action
 precision  bf16, fp32, or with mode=train tf32
@@ -26,6 +26,7 @@ from torch import nn
 
 import triton_kernels
 from triton_kernels import fused_ops, reference
+from triton_kernels.registry.chips import CHIPS, Chip
 
 from ..errors import ConfigError, check_writable, writing
 from ..factory import POLICY_MODELS, build_model, build_policy_model, with_conditions
@@ -38,7 +39,7 @@ from .build import Plan, plan
 from .graph import PlanError
 from .inference import sampling_plan
 from .inference1d import real_time_plan
-from .printed import GPUS, Gpu, Page, draw, page, table
+from .printed import Page, draw, page, table
 from .step.printed import step_page
 
 _MODELS = CONFIGS / "model"
@@ -73,7 +74,7 @@ def settings(arguments: list[str]) -> dict[str, str]:
     for name, choices in (
         ("model", models),
         ("mode", ("train", "sample")),
-        ("gpu", tuple(GPUS)),
+        ("gpu", tuple(CHIPS)),
         ("precision", tuple(PRECISIONS)),
     ):
         if given[name] not in choices:
@@ -139,7 +140,7 @@ def example(
     return network, (torch.zeros(batch, c, side, side), t, *labels), {"rng": torch.zeros(2).long()}
 
 
-def _page(given: dict[str, str], changed: dict[str, Any], gpu: Gpu) -> Page:
+def _page(given: dict[str, str], changed: dict[str, Any], gpu: Chip) -> Page:
     """Of what train.py and samplers run."""
     trains = given["mode"] == "train"
     what = given["model"], int(given["batch"]), given["size"], given["precision"]
@@ -153,19 +154,19 @@ def _page(given: dict[str, str], changed: dict[str, Any], gpu: Gpu) -> Page:
     return page(_plan(network.train(trains), args, kwargs, trains, gpu), gpu)
 
 
-def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Gpu) -> Plan:
+def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip) -> Plan:
     """What runs: samplers and policies ask the framework's networks in their own ways. What
     train.py and samplers run layer by layer has the plan of `accelerate`."""
     if isinstance(network, UNet1d) and not trains:
         n, length, _ = args[0].shape
-        return real_time_plan(network, n, length, fused_ops, gpu.device).plan
+        return real_time_plan(network, n, length, fused_ops, gpu.gpu).plan
     if trains or not isinstance(network, UNet) or network.backend.dtype == torch.float32:
         return plan(network, args, kwargs, trains=trains)
     n, c, h, w = args[0].shape
     device = args[0].device
     shape, context = torch.Size((n, h, w, c)), parts_of(args[2] if len(args) > 2 else None).context
     tokens = 0 if context is None else context.shape[1]
-    return sampling_plan(network, shape, device, fused_ops, gpu.device, tokens).plan
+    return sampling_plan(network, shape, device, fused_ops, gpu.gpu, tokens).plan
 
 
 def main(arguments: list[str]) -> None:
@@ -175,7 +176,7 @@ def main(arguments: list[str]) -> None:
     if out is not None:
         check_writable(out)
     try:
-        found = _page(given, changed, GPUS[given["gpu"]])
+        found = _page(given, changed, CHIPS[given["gpu"]])
     except PlanError as error:
         raise ConfigError(str(error)) from error
     print(table(found))

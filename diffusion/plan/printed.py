@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from triton_kernels.registry.chips import Chip, floor
 from triton_kernels.registry.choose import Decision, noted
-from triton_kernels.runtime.device import Device, standing_for
+from triton_kernels.runtime.device import standing_for
 
 from .build import Plan
 from .graph import FREE, JOINED, STAGED, Node, Value
@@ -30,24 +31,6 @@ _KERNELS |= {"skip_dx", *ON_GPU, *JOINED, *STAGED}
 INPUT_GRADS = (
     "conv_dx", "linear_dx", "conv_input_grad", "skip_dx", "conv_down_dx", "skip_backward",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """What times are estimated for."""
-
-    device: Device
-    flops: float  # a second, of matrix products in 16 bits
-    bandwidth: float  # bytes a second, read and written
-
-
-_HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True, arch=90)
-GPUS = {  # h200 as measured, see benchmarks.harness; the memory of the others by data sheet
-    "h200": Gpu(_HOPPER, 790e12, 4.23e12),
-    "h100": Gpu(_HOPPER, 790e12, 3.35e12),
-    "a100": Gpu(Device(False, 108, 166_912, arch=80), 312e12, 2.04e12),
-    "rtx4090": Gpu(Device(False, 128, 101_376, arch=89), 165e12, 1.01e12),
-}
 
 
 @dataclass(frozen=True)
@@ -89,7 +72,7 @@ class Page:
     memory: str
 
 
-def lines(plan: Plan, gpu: Gpu) -> list[Line]:
+def lines(plan: Plan, gpu: Chip) -> list[Line]:
     """The lines of a plan, in the order in which it runs."""
     kernels, s, found = launched(plan, gpu), plan.schedule, []
     forward = set(s.forward)
@@ -108,7 +91,7 @@ def lines(plan: Plan, gpu: Gpu) -> list[Line]:
     return found
 
 
-def page(plan: Plan, gpu: Gpu) -> Page:
+def page(plan: Plan, gpu: Chip) -> Page:
     return Page(lines(plan, gpu), f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak")
 
 
@@ -117,7 +100,7 @@ def line_of(
     pass_: str,
     made: Launched,
     stream: int,
-    gpu: Gpu,
+    gpu: Chip,
     why: Mapping[Value, list[str]],
     waits: tuple[int, ...] = (),
 ) -> Line:
@@ -139,7 +122,7 @@ def line_of(
         stream,
         moved,
         flops,
-        1e6 * max(moved / gpu.bandwidth, flops / gpu.flops),
+        floor(gpu, flops, moved),
         node.source,
         "; ".join(reasons),
         waits,
@@ -217,7 +200,7 @@ def _flops_of_staged(node: Node) -> int:
 # --- which kernels --------------------------------------------------------------------------------
 
 
-def launched(plan: Plan, gpu: Gpu) -> dict[Node, Launched]:
+def launched(plan: Plan, gpu: Chip) -> dict[Node, Launched]:
     """Of each node what it launches on such a GPU."""
     if is_interpreted():
         return {node: Launched((node.op,)) for node in plan.schedule.nodes}
@@ -251,7 +234,7 @@ def is_interpreted() -> bool:
 class Notes:
     """What would have been launched, and what `select` took."""
 
-    def __init__(self, gpu: Gpu, decisions: list[Decision]) -> None:
+    def __init__(self, gpu: Chip, decisions: list[Decision]) -> None:
         self.gpu, self.decisions = gpu, decisions
         self.launches: list[tuple[str, str]] = []  # names and configurations
 
@@ -259,7 +242,7 @@ class Notes:
         """All since the last call."""
         names = tuple(name for name, _ in self.launches) or ("PyTorch",)
         config = self.launches[0][1] if self.launches else ""
-        device = self.gpu.device
+        device = self.gpu.gpu
         own = [d for d in self.decisions if not d.choice.kernel.delegates]
         times = [d.choice.kernel.model(d.spec, device, d.choice.config) for d in own]
         self.launches.clear()
@@ -269,7 +252,7 @@ class Notes:
 
 
 @contextmanager
-def noting(gpu: Gpu) -> Iterator[Notes]:
+def noting(gpu: Chip) -> Iterator[Notes]:
     """Within the block kernels are not launched, but noted, for tensors in the host's memory that
     stand for such a GPU's."""
 
@@ -283,7 +266,7 @@ def noting(gpu: Gpu) -> Iterator[Notes]:
         )
 
     run = JITFunction.run
-    with standing_for(gpu.device), noted() as decisions:
+    with standing_for(gpu.gpu), noted() as decisions:
         notes = Notes(gpu, decisions)
         JITFunction.run = note
         try:

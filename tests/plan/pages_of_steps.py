@@ -9,7 +9,6 @@ import torch
 
 from benchmarks.goldens import recorded
 from diffusion.plan.__main__ import example
-from diffusion.plan.printed import GPUS
 from diffusion.plan.step.printed import step_page
 from diffusion.presets import preset
 from diffusion.runs.precompile_worker import train
@@ -43,7 +42,7 @@ def paged(precision: str, context: str) -> list[str]:
         "unet_tiny", 4, "16", precision, trains=True, context=context
     )
     x = x.permute(0, 2, 3, 1).contiguous()
-    page = step_page(model.train(), x, *(given or [None]), GPUS["h200"])
+    page = step_page(model.train(), x, *(given or [None]), chip("h200"))
     return [k for line in page.lines for k in line.launched.kernels if k != "PyTorch"]
 
 

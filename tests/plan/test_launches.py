@@ -14,14 +14,15 @@ CODE = """
 import json, torch
 from diffusion.plan.__main__ import example
 from diffusion.plan.inference import sampling_plan
-from diffusion.plan.printed import GPUS, flops_of, launched
+from diffusion.plan.printed import flops_of, launched
 from triton_kernels import fused_ops
+from triton_kernels.registry.chips import chip
 
 found = {}
 for batch in (1, 16):
     network, args, _ = example("unet64", batch, "", "bf16")
-    shape, cpu, gpu = torch.Size((batch, 64, 64, 3)), torch.device("cpu"), GPUS["h200"]
-    made = sampling_plan(network.eval(), shape, cpu, fused_ops, gpu.device).plan
+    shape, cpu, gpu = torch.Size((batch, 64, 64, 3)), torch.device("cpu"), chip("h200")
+    made = sampling_plan(network.eval(), shape, cpu, fused_ops, gpu.gpu).plan
     nodes = [n for n in made.schedule.nodes if n not in made.schedule.fixed and n.op != "columns"]
     kernels = launched(made, gpu)
     found[batch] = {

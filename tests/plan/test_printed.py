@@ -12,9 +12,10 @@ import pytest
 from diffusion.errors import ConfigError
 from diffusion.plan.__main__ import changes, example, main, settings
 from diffusion.plan.build import plan
-from diffusion.plan.printed import GPUS, flops_of, lines
+from diffusion.plan.printed import flops_of, lines
 from tests.end_to_end.run import run
 from tests.plan.pages_of_steps import STEPS
+from triton_kernels.registry.chips import chip
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,7 +59,7 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("gpu=h999", "gpu=h999 is unknown; choose one of h200"),
+        ("gpu=h999", "gpu=h999 is unknown; choose one of h100"),
         ("model=unet65", "model=unet65 is unknown; choose one of adm64"),
         ("batch=0", "batch=0 is no whole number"),
         ("context=77", "context=77; expected TOKENSxNUMBERS, such as 77x768"),
@@ -114,9 +115,10 @@ def test_floors():
     counted = sum(map(flops_of, made.schedule.nodes))
     zeros = 2 * 16 * 16 * network.model_channels * 9 * (16 - 3)
     assert counted == 3 * (network.flops_per_image + zeros)
-    for line in lines(made, GPUS["h200"]):
-        assert line.floor_us >= 1e6 * line.bytes / 4.23e12 * 0.999
-        assert line.floor_us >= 1e6 * line.flops / 790e12 * 0.999
+    gpu = chip("h200")
+    for line in lines(made, gpu):
+        assert line.floor_us >= 1e6 * line.bytes / gpu.copies * 0.999
+        assert line.floor_us >= 1e6 * line.flops / gpu.products * 0.999
 
 
 def test_a_policy_has_a_page(capsys):

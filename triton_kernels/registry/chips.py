@@ -28,7 +28,7 @@ def _gpu(arch: int, num_sms: int, kilobytes: int) -> Device:
 
 CHIPS = {
     "h100": Chip(_gpu(90, 132, 227), 3.0e12, 798e12, measured=True),
-    "h200": Chip(_gpu(90, 132, 227), 4.25e12, 788e12, measured=True),
+    "h200": Chip(_gpu(90, 132, 227), 4.23e12, 790e12, measured=True),
     "gh200": Chip(_gpu(90, 132, 227), 4.0e12, 790e12),
     "a100": Chip(_gpu(80, 108, 163), 2.0e12, 312e12),
     "rtx3090": Chip(_gpu(86, 82, 99), 0.94e12, 71e12),

@@ -6,13 +6,15 @@ The step runs over host tensors for which launchers assume a GPU, and its launch
 import torch
 from torch import Tensor
 
+from triton_kernels.registry.chips import Chip, floor
+
 from ...models.conditions import Given, parts_of
 from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
 from ..embedding import TOGETHER
 from ..graph import PlanError, Value
 from ..moves import Move
-from ..printed import Gpu, Launched, Line, Notes, Page, is_interpreted, line_of, noting
+from ..printed import Launched, Line, Notes, Page, is_interpreted, line_of, noting
 from .network import TrainingUNet, step_kernels
 from .plan import StepPlan
 
@@ -23,7 +25,7 @@ def step_page(
     model: UNet,  # in host memory, of the Triton backend, training
     x: Tensor,  # [N, H, W, CI]
     labels: Given,
-    gpu: Gpu,
+    gpu: Chip,
     recompute: bool = False,
 ) -> Page:
     """The page of a step of the network: without the loss in front of backward, and the update.
@@ -57,7 +59,7 @@ def step_page(
 class _Writing:
     """Writes a line for each move."""
 
-    def __init__(self, network: TrainingUNet, notes: Notes, gpu: Gpu, made: StepPlan) -> None:
+    def __init__(self, network: TrainingUNet, notes: Notes, gpu: Chip, made: StepPlan) -> None:
         self.network, self.notes, self.gpu = network, notes, gpu
         self.made = made
         self.backward = set(self.made.backward)
@@ -97,8 +99,8 @@ class _Writing:
         if move.what in ("begin", "finish"):
             name, read = f"embedding, {pass_}", self.network.embedding.projection.weight.nbytes
         stream = _EMBEDDING if name.startswith("embedding") else move.stream
-        floor = 1e6 * read / self.gpu.bandwidth
+        least = floor(self.gpu, 0, read)
         launched = Launched(() if move.what == "wait" else found.kernels, found.config)
         self.lines.append(
-            Line(name, move.what, pass_, launched, stream, read, 0, floor, "", "", waits)
+            Line(name, move.what, pass_, launched, stream, read, 0, least, "", "", waits)
         )
