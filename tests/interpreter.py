@@ -1,11 +1,14 @@
 """Triton's interpreter computes the same sooner, and a mask of scalars as a compiler does.
 
-Three of its functions take half of the time of a kernel of small tiles: it makes the language's
+A few of its functions take most of the time of a kernel of small tiles. It makes the language's
 functions its own again whenever one jit function calls another, combines the elements of a
-`tl.reduce` one by one, and looks types up in a dict that it builds for each of them. These are its
-internals, so each is left alone where it is not what is expected here.
+`tl.reduce` one by one, looks types up in a dict that it builds for each of them, and describes the
+shape of each result anew. Of each sum of integers it computes whether it overflows, for an
+assertion that is off. These are its internals, so each is left alone where it is not what is
+expected here.
 """
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -23,6 +26,8 @@ def hasten() -> None:
         interpreter._get_np_dtype = _remembered(interpreter)
     if hasattr(interpreter, "InterpreterBuilder"):
         interpreter.InterpreterBuilder.create_splat = _splat
+    _assert_nothing(getattr(interpreter, "interpreter_builder", None))
+    _share_shapes(interpreter.tl.core, getattr(interpreter, "interpreter_semantic", None))
 
 
 def _patched_once(interpreter):
@@ -89,3 +94,56 @@ def _remembered(interpreter):
         return np.dtype(np.uint64) if isinstance(kind, tl.pointer_type) else of_scalar(kind)
 
     return get_np_dtype
+
+
+def _assert_nothing(builder) -> None:
+    """Overflow is not looked for where `device_assert` does nothing with what is found."""
+    options = getattr(builder, "options", None)
+    if getattr(options, "sanitize_overflow", False) and getattr(options, "debug", True) is False:
+        builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def _share_shapes(core, semantic) -> None:
+    """Blocks of one shape share its description, and two that do need no broadcast."""
+    block_type, tensor = core.block_type, core.tensor
+    block = block_type(core.float32, [2, 4])
+    described = {"element_ty", "shape", "numel", "name"}
+    if vars(block).keys() != described or block.name != f"<{block.shape}, {block.element_ty}>":
+        return
+    if vars(tensor(None, block)).keys() != {"handle", "shape", "numel", "type", "dtype"}:
+        return
+    describe, make = block_type.__init__, tensor.__init__
+    shapes: dict[tuple, tuple] = {}  # shape and elements of a type, the shape in its name
+    of_tensors: dict[tuple, tuple] = {}  # shape and elements of a tensor
+
+    def describe_once(self, element_ty, shape):
+        key = tuple(shape)
+        if any(type(size) is not int for size in key):
+            return describe(self, element_ty, shape)
+        if key not in shapes:
+            describe(self, element_ty, shape)
+            shapes[key] = self.shape, self.numel, str(self.shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, text = shapes[key]
+        self.name = f"<{text}, {element_ty}>"
+
+    def make_of_known_shape(self, handle, type):
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in of_tensors:
+            make(self, handle, type)
+            of_tensors[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_tensors[key]
+
+    block_type.__init__, tensor.__init__ = describe_once, make_of_known_shape
+    if hasattr(semantic, "broadcast_impl_value"):
+        broadcast = semantic.broadcast_impl_value
+
+        def broadcast_if_different(lhs, rhs):
+            a, b = lhs.type, rhs.type
+            blocks = a.is_block(), b.is_block()
+            if blocks == (False, False) or (all(blocks) and a.shape is b.shape):
+                return lhs, rhs
+            return broadcast(lhs, rhs)
+
+        semantic.broadcast_impl_value = broadcast_if_different
