@@ -29,6 +29,7 @@ IMPORTED = (
     "hydra",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
+    "torch._dynamo",  # which the ops of torch.library ask for
     "torch.fx.experimental.symbolic_shapes",  # which torch.autograd asks for
     "torch.utils.tensorboard",
     "triton_diffusion.entry",
