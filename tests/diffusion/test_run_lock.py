@@ -17,7 +17,7 @@ from diffusion.runs.lock import RunLock
 from diffusion.runs.training import train
 from diffusion.runtime import file_lock
 
-from ..end_to_end.processes import finish, started
+from ..end_to_end.processes import descendants, finish, signal_all, started
 from ..end_to_end.run import TINY, environment, rows, run, start, start_together
 from ..test_configs import composed
 
@@ -133,11 +133,15 @@ def test_a_second_run_is_refused_while_the_first_lives(tmp_path, began):
         code, _, err = run("train.py", *command)
         assert code == 2 and "is being trained by process" in err and err.count("\n") == 1
         if began is start_together:
+            alive = [first.pid, *descendants(first.pid)]
+            signal_all(alive, signal.SIGSTOP)  # or it trains on while the second begins
             second = start_together(*command)
             _, err = finish(second, 120)
+            signal_all(alive, signal.SIGCONT)
             assert second.returncode != 0 and "is being trained by process" in err
         assert first.poll() is None
     finally:
+        signal_all([first.pid, *descendants(first.pid)], signal.SIGCONT)
         first.kill() if began is start else first.terminate()
         finish(first, 60)
     saved = latest_checkpoint(run_dir / "checkpoints")  # none if it was killed
