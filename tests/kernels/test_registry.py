@@ -434,7 +434,7 @@ class TestSelect:
         small = {"block_c": 64, "block_m": 64, "block_k": 64, "num_warps": 4, "num_stages": 4}
         shape = {"h": 16, "w": 16, "k": 640, "c": 640, "r": 3, "s": 3, "dtype": "bf16"}
         shape |= {"residual": False, "extras": 0, "stats": False}
-        named = {"kernel": "tma", "config": small | {"rows": 1, "parts": 1}}
+        named = {"kernel": "tma", "config": small | {"rows": 1}}
         measured({"op": "conv_forward", "n": 8, **shape, **named})
         choice = registry.select(FORWARD, spec, HOPPER)
         assert (choice.kernel.name, choice.why) == ("tile_mma", "predicted")

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...reductions.column_sum import partials, sum_partials
 from ...registry.kernel import CLOCKS, Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, following, overlapping
@@ -45,7 +44,6 @@ class Config(NamedTuple):
     num_warps: int
     num_stages: int
     rows: int = 1  # pixel tiles one below the other, which share loads; see `multiply_rows`
-    parts: int = 1  # of the sum, each of a program, added up by a second launch
 
 
 # Tiles that keep both operands of wgmma in shared memory and spill no register.
@@ -78,7 +76,6 @@ FWD_CONFIGS = [
     Config(64, 256, 32, 4, 4),
     Config(128, 128, 32, 4, 3),
     Config(16, 32, 32, 4, 8),
-    Config(128, 128, 32, 4, 4, parts=4),
 ]
 _MODELLED = 8  # the first so many are what the cost model chooses from
 _TRANSPOSE_FROM = 1024  # pixels of a float32 input gradient, which pay for a copy of the filters
@@ -125,19 +122,11 @@ def multiply(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    part=0,
-    PARTS: tl.constexpr = 1,
 ):
-    """One tile of the convolution, or of its input gradient: float32 [BLOCK_C, BLOCK_M]; or part of
-    its sum."""
+    """One tile of the convolution, or of its input gradient: float32 [BLOCK_C, BLOCK_M]."""
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     k_blocks = tl.cdiv(CI, BLOCK_K)
-    steps = R * S * k_blocks
-    first = 0
-    if PARTS > 1:
-        first = steps * part // PARTS
-        steps = steps * (part + 1) // PARTS
-    for step in range(first, steps):
+    for step in range(R * S * k_blocks):
         tap = step // k_blocks
         k0 = (step - tap * k_blocks) * BLOCK_K
         r = tap // S
@@ -223,8 +212,7 @@ def _conv2d_tma_kernel(
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
     bias_ptr,  # [CO]
-    y_desc,  # [PARTS, N, P, Q, CO] in boxes [1, TILE_N, TILE_H, TILE_W, BLOCK_C]: y, or dx. One
-    # part: without the first dimension
+    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]: y, or dx
     CI,
     P,
     Q,
@@ -241,24 +229,19 @@ def _conv2d_tma_kernel(
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     await_inputs()
     n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    part = tl.program_id(1) if PARTS > 1 else 0
     acc = multiply(
         x_desc, w_desc, n0, h0, w0, c0, CI, R, S, PAD_H, PAD_W, DGRAD, PRECISION,
-        TILE_N * TILE_H * TILE_W, BLOCK_C, BLOCK_K, part, PARTS,
+        TILE_N * TILE_H * TILE_W, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     if HAS_BIAS:
         offs_c = c0 + tl.arange(0, BLOCK_C)
-        bias = tl.load(bias_ptr + offs_c, mask=(offs_c < CO) & (part == 0), other=0.0)
+        bias = tl.load(bias_ptr + offs_c, mask=offs_c < CO, other=0.0)
         acc += bias.to(tl.float32)[:, None]
     y = tl.trans(acc.to(y_desc.dtype))
-    if PARTS > 1:
-        y_desc.store([part, n0, h0, w0, c0], y.reshape(1, TILE_N, TILE_H, TILE_W, BLOCK_C))
-    else:
-        y_desc.store([n0, h0, w0, c0], y.reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
+    y_desc.store([n0, h0, w0, c0], y.reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
 
 
 def launch(config: Config, operands: ConvOperands) -> None:
@@ -279,23 +262,20 @@ def launch(config: Config, operands: ConvOperands) -> None:
     if dgrad:
         block_co, block_ci = block_ci, block_co
     programs = count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c)
-    out = partials(y, config.parts)
-    _conv2d_tma_kernel[(programs, config.parts)](
+    _conv2d_tma_kernel[(programs,)](
         in_boxes(x, [*box, config.block_k]),
         weight_in_boxes(weight, block_co, block_ci),
         bias,
-        in_boxes(out, [*[1] * (config.parts > 1), *box, config.block_c]),
+        in_boxes(y, [*box, config.block_c]),
         ci,
         p,
         q,
         co,
         DGRAD=dgrad,
         HAS_BIAS=bias is not None,
-        PARTS=config.parts,
         **tile_constants((r, s), padding, precision, box, config),
         **launch_option,
     )
-    sum_partials(out, y, follows=True)
 
 
 def worth_transposing(dx: Tensor) -> bool:
@@ -344,8 +324,8 @@ def transposes_first(spec: ConvSpec) -> bool:
 
 
 def configs(spec: ConvSpec, gpu: Device) -> list[Config]:
-    """The tiles that fit, and whose parts may pay."""
-    return [c for c in FWD_CONFIGS if _fits(c, spec, gpu) and _pays(c, spec, gpu)]
+    """The tiles that fit."""
+    return [c for c in FWD_CONFIGS if _fits(c, spec, gpu)]
 
 
 def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
@@ -361,14 +341,6 @@ def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
 def best_cost(spec: ConvSpec, gpu: Device) -> float:
     """Of the best tile."""
     return min(cost(spec, gpu, c) for c in configs(spec, gpu))
-
-
-def _pays(c: Config, spec: ConvSpec, gpu: Device) -> bool:
-    """Whether the parts of the sum may be worth another launch: they are long, and all programs run
-    at once."""
-    steps = spec.taps * triton.cdiv(spec.k, c.block_k)
-    many = c.parts * _programs(c, spec) > 2 * gpu.num_sms or steps < 8 * c.parts
-    return c.parts == 1 or not many
 
 
 def _programs(c: Config, spec: ConvSpec) -> int:
