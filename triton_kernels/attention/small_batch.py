@@ -17,13 +17,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..registry.kernel import Kernel, configures
-from ..registry.spec import ProjectedSpec
+from ..registry.spec import SMALL_BATCH, ProjectedSpec
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import Device
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_MAX_IMAGES, _MAX_POSITIONS, _MAX_DEPTH = 4, 64, 64
+_MAX_POSITIONS, _MAX_DEPTH = 64, 64
 _MAX_CHANNELS = 512
 _NUM_WARPS = 4
 
@@ -101,8 +101,8 @@ def _refuse(spec: ProjectedSpec, gpu: Device) -> str | None:
         return "it does numbers of 16 bits, with TMA"
     if spec.groups is not None:
         return "it makes no norm"
-    if spec.n > _MAX_IMAGES or spec.t > _MAX_POSITIONS:
-        return f"it does {_MAX_IMAGES} images of {_MAX_POSITIONS} positions at most"
+    if spec.n > SMALL_BATCH or spec.t > _MAX_POSITIONS:
+        return f"it does {SMALL_BATCH} images of {_MAX_POSITIONS} positions at most"
     if not 16 <= spec.d <= _MAX_DEPTH or spec.d & (spec.d - 1):
         return f"heads of {spec.d} channels; powers of two from 16 to {_MAX_DEPTH}"
     block_c = triton.next_power_of_2(spec.c)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..activations import activate
 from ..registry.kernel import Kernel, configures
-from ..registry.spec import NormSpec
+from ..registry.spec import SMALL_BATCH, NormSpec
 from ..runtime.dependent_launch import await_inputs, begin_next, overlapping
 from ..runtime.device import Device
 from ..runtime.layout import row_stride
@@ -27,7 +27,7 @@ from .statistics import add_pairs
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_MAX_IMAGES, _MAX_ELEMENTS = 4, 2**20
+_MAX_ELEMENTS = 2**20
 _LANES, _LOADED, _NUM_WARPS = 32, 4096, 4  # channels of a program, and their partial sums
 _MAX_LOADED = 4 * _LOADED
 _TILE, _MIN_TILE, _PROGRAMS = 4096, 1024, 64  # its elements; fewer if there are few programs
@@ -166,8 +166,8 @@ class SmallBatch(NamedTuple):
 
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
-    if spec.n > _MAX_IMAGES or spec.elements > _MAX_ELEMENTS:
-        return f"more than {_MAX_IMAGES} images, or {_MAX_ELEMENTS} elements"
+    if spec.n > SMALL_BATCH or spec.elements > _MAX_ELEMENTS:
+        return f"more than {SMALL_BATCH} images, or {_MAX_ELEMENTS} elements"
     if triton.next_power_of_2(spec.c // spec.groups) * sum(spec.tiles) > _MAX_LOADED:
         return f"registers do not hold the sums of {sum(spec.tiles)} tiles of a group"
     return None
