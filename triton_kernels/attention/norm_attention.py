@@ -18,7 +18,7 @@ from torch import Tensor
 from ..hopper.descriptors import SUPPORTED, in_boxes, missing
 from ..norm.tables import check_partials_of
 from ..registry.kernel import Kernel, configures
-from ..registry.spec import SMALL_BATCH, ProjectedSpec, dtype_name
+from ..registry.spec import FEW_IMAGES, ProjectedSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 
@@ -46,9 +46,9 @@ def _shared_bytes(t: int, c: int) -> int:
 def _refuse(spec: ProjectedSpec, gpu: Device) -> str | None:
     if reason := missing(gpu, spec.itemsize):
         return reason
-    if spec.n <= SMALL_BATCH or spec.t not in _POSITIONS or spec.d != _HEAD_DIM:
+    if spec.n <= FEW_IMAGES or spec.t not in _POSITIONS or spec.d != _HEAD_DIM:
         sizes = ", ".join(map(str, _POSITIONS))
-        return f"it does more than {SMALL_BATCH} images of {sizes} positions, heads of {_HEAD_DIM}"
+        return f"it does more than {FEW_IMAGES} images of {sizes} positions, heads of {_HEAD_DIM}"
     if spec.c != spec.heads * spec.d or spec.c % 64:
         return f"{spec.c} channels are no multiple of 64"
     if _shared_bytes(spec.t, spec.c) > gpu.shared_memory:

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..registry.kernel import Kernel, configures
-from ..registry.spec import SMALL_BATCH, ProjectedSpec
+from ..registry.spec import FEW_IMAGES, ProjectedSpec
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import Device
 
@@ -101,8 +101,8 @@ def _refuse(spec: ProjectedSpec, gpu: Device) -> str | None:
         return "it does numbers of 16 bits, with TMA"
     if spec.groups is not None:
         return "it makes no norm"
-    if spec.n > SMALL_BATCH or spec.t > _MAX_POSITIONS:
-        return f"it does {SMALL_BATCH} images of {_MAX_POSITIONS} positions at most"
+    if spec.n > FEW_IMAGES or spec.t > _MAX_POSITIONS:
+        return f"it does {FEW_IMAGES} images of {_MAX_POSITIONS} positions at most"
     if not 16 <= spec.d <= _MAX_DEPTH or spec.d & (spec.d - 1):
         return f"heads of {spec.d} channels; powers of two from 16 to {_MAX_DEPTH}"
     block_c = triton.next_power_of_2(spec.c)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..activations import activate
 from ..registry.kernel import Kernel, configures
-from ..registry.spec import SMALL_BATCH, NormSpec
+from ..registry.spec import FEW_IMAGES, NormSpec
 from ..runtime.dependent_launch import await_inputs, begin_next, overlapping
 from ..runtime.device import Device
 from ..runtime.layout import row_stride
@@ -166,8 +166,8 @@ class SmallBatch(NamedTuple):
 
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
-    if spec.n > SMALL_BATCH or spec.elements > _MAX_ELEMENTS:
-        return f"more than {SMALL_BATCH} images, or {_MAX_ELEMENTS} elements"
+    if spec.n > FEW_IMAGES or spec.elements > _MAX_ELEMENTS:
+        return f"more than {FEW_IMAGES} images, or {_MAX_ELEMENTS} elements"
     if triton.next_power_of_2(spec.c // spec.groups) * sum(spec.tiles) > _MAX_LOADED:
         return f"registers do not hold the sums of {sum(spec.tiles)} tiles of a group"
     return None

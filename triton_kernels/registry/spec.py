@@ -17,7 +17,7 @@ _NAMES = {
 }
 # Images up to which kernels were measured that have few programs, each of which asks for all that
 # it reads at once. They are for evaluations of one image, and refuse more than these.
-SMALL_BATCH = 4
+FEW_IMAGES = 4
 _BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes
 from ...registry.cost import Work
-from ...registry.spec import SMALL_BATCH, ConvSpec
+from ...registry.spec import FEW_IMAGES, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from .operands import Operands, filters_in_boxes
@@ -37,8 +37,8 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     room at once."""
     if reason := refuse_3x3(spec, gpu, _WIDTHS):
         return reason
-    if spec.n > SMALL_BATCH:
-        return f"{spec.n} images are more than {SMALL_BATCH}"
+    if spec.n > FEW_IMAGES:
+        return f"{spec.n} images are more than {FEW_IMAGES}"
     if not 0 < _programs(spec) <= gpu.num_sms:
         return f"{_programs(spec)} programs for {gpu.num_sms} multiprocessors"
     units = -(-3 * spec.k // 64 // count_parts(spec, gpu)) + sum(spec.extra) // 64
