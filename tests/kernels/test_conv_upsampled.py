@@ -17,7 +17,6 @@ from .test_conv_fused import ROUNDING, relative
 from .test_conv_hopper import gpu, repeatedly
 
 TILES = [conv_upsampled.Tile(pixels) for pixels in conv_upsampled.gluon_upsampled.TILES]
-PIECES = conv_upsampled.Tile(256, 1)
 # The large image: N, H, W, C1, CO, and C2. A tile, programs with several and an odd number of them,
 # one warpgroup with nothing to do, images that share a tile, the layers of the model.
 SHAPES = {
@@ -100,7 +99,7 @@ class TestGpu:
     @pytest.mark.parametrize(
         ("name", "tile", "emb"),
         [
-            *((name, tile, True) for name in SHAPES for tile in (*TILES, PIECES)),
+            *((name, tile, True) for name in SHAPES for tile in TILES),
             ("32x32", TILES[0], False),
         ],
         ids=str,
@@ -167,7 +166,7 @@ class TestGpu:
 
         repeatedly(check)
 
-    @pytest.mark.parametrize("tile", [*TILES, PIECES], ids=str)
+    @pytest.mark.parametrize("tile", TILES, ids=str)
     @pytest.mark.parametrize("name", ["64x64", "32x32", "3 of 8x16"])
     def test_of_a_whole_image(self, name, tile, device):
         skip_where_it_does_not_fit(name, tile, device)

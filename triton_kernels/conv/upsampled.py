@@ -45,7 +45,6 @@ class Tile(NamedTuple):
     """What may be chosen."""
 
     pixels: int
-    piecewise: int = 0  # 1: the result leaves in pieces; not in an input gradient
 
 
 # --- filters --------------------------------------------------------------------------------------
@@ -107,7 +106,6 @@ def _configs(spec: ConvSpec, gpu: Device, forward: bool = False) -> list[Tile]:
     """First that with the shortest rounds of programs, by what a round takes. A tile is of pixels
     of one kind, in an input gradient of small ones."""
     tiles = [Tile(pixels) for pixels in gluon_upsampled.tiles(spec)]
-    pieces = [Tile(256, 1)] if forward and Tile(256) in tiles else []
     written = spec.c if forward or spec.first is None else spec.first
     small = spec.n * (spec.h // 2) * (spec.w // 2)
     blocks = (4 if forward else 1) * small * (written // 64)
@@ -116,7 +114,7 @@ def _configs(spec: ConvSpec, gpu: Device, forward: bool = False) -> list[Tile]:
         rounds = triton.cdiv(blocks, tile.pixels * gpu.num_sms)
         return rounds * tile.pixels * _COST[tile.pixels]
 
-    return [min(tiles, key=time), *tiles, *pieces]
+    return [min(tiles, key=time), *tiles]
 
 
 def _forward_configs(spec: ConvSpec, gpu: Device) -> list[Tile]:
@@ -194,8 +192,7 @@ def conv_upsampled(
     rows, _ = cut(config.pixels, h // 2, w // 2)
     y = _empty((n, h, w, co), dtype=a.dtype, device=a.device)
     partials = _empty((n, 4 * (h // 2 // rows), 2, co), dtype=torch.float32, device=a.device)
-    piecewise = config.piecewise > 0
-    gluon_upsampled.forward(config.pixels, a, *filters, bias, emb, y, partials, piecewise)
+    gluon_upsampled.forward(config.pixels, a, *filters, bias, emb, y, partials)
     return y, partials
 
 
@@ -249,7 +246,7 @@ def conv_of_upsampled(
     rows, _ = cut(config.pixels, h, w)
     y = _empty((n, 2 * h, 2 * w, co), dtype=x.dtype, device=x.device)
     partials = _empty((n, 4 * (h // rows), 2, co), dtype=torch.float32, device=x.device)
-    rest = bias, None, y, partials, config.piecewise > 0
+    rest = bias, None, y, partials
     gluon_upsampled.forward(config.pixels, x, filters.summed, None, *rest)
     return y, partials
 

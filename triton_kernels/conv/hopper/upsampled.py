@@ -62,10 +62,10 @@ def tiles(spec: ConvSpec) -> list[int]:
     return [pixels for pixels, found in cuts.items() if found and found[1] <= _MOST_IMAGES]
 
 
-def blocks_of(pixels: int, width: int, shared_memory: int, piecewise: bool = False) -> int:
+def blocks_of(pixels: int, width: int, shared_memory: int) -> int:
     """Of a tile with rows of `width`, with two filters each, that shared memory holds beside two
-    tiles of the result, or two pieces of one."""
-    left = shared_memory - _RESERVED - 2 * (max(64, width) if piecewise else pixels) * 128
+    tiles of the result."""
+    left = shared_memory - _RESERVED - 2 * pixels * 128
     return min(_MOST_BLOCKS, left // ((pixels + width + 2 * 64) * 128))
 
 
@@ -78,7 +78,6 @@ def forward(
     emb: Tensor | None,  # float32 [N, CO], rows any distance apart
     y: Tensor,  # [N, 2 H, 2 W, CO], to be written
     partials: Tensor,  # float32 [N, 4 H W / `pixels`, 2, CO], or a row an image; to be written
-    piecewise: bool = False,  # y leaves in pieces, so that shared memory has room for more blocks
 ) -> None:
     """y = the convolution + bias + emb, and its sums."""
     (n, h, w, co), k = y.shape, a.shape[3]
@@ -95,7 +94,7 @@ def forward(
         _summed_in_boxes(summed),
         *whole,
         None,
-        _by_parity(y, max(64 // (images * (w // 2)), 1) if piecewise else rows, images),
+        _by_parity(y, rows, images),
         bias,
         emb,
         partials,
@@ -105,7 +104,6 @@ def forward(
         k,
         0 if emb is None else emb.stride(0),
         0,
-        piecewise=piecewise,
     )
 
 
@@ -156,7 +154,6 @@ def _launch(
     device: torch.device,
     *arguments,  # of the kernel, up to the shape
     slope: str | None = None,  # of an input gradient
-    piecewise: bool = False,
 ) -> None:
     n, h, w, c = shape
     rows, images = cut(pixels, h, w)
@@ -173,8 +170,7 @@ def _launch(
         W=w,
         DGRAD=slope is not None,
         ACT=slope,
-        BLOCKS=blocks_of(pixels, images * w, known.shared_memory, piecewise),
-        PIECEWISE=piecewise,
+        BLOCKS=blocks_of(pixels, images * w, known.shared_memory),
         **registers(pixels, images),
         OVERLAP=bool(overlap),
         num_warps=4,

@@ -162,7 +162,7 @@ def _load(images, blocks, tiles, OVERLAP: gl.constexpr):
 @gluon.jit
 def _multiply(
     GROUP: gl.constexpr, blocks, tiles, turns, stages, terms, beside, y_desc, partial_ptr,
-    K1, K2, HAS_OTHERS: gl.constexpr, PIECEWISE: gl.constexpr, OVERLAP: gl.constexpr,
+    K1, K2, HAS_OTHERS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = tiles.ROWS
     IMAGES: gl.constexpr = tiles.IMAGES
@@ -188,10 +188,9 @@ def _multiply(
     phase = 0
     stage_buf = stages.index(GROUP)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    STAGED: gl.constexpr = 1 if PIECEWISE else PIECES  # pieces that lie there at a time
-    pieces = reinterpret(stage_buf, stage_buf.dtype, [STAGED, PIECE, 64], MATRIX)
+    pieces = reinterpret(stage_buf, stage_buf.dtype, [PIECES, PIECE, 64], MATRIX)
     if not DGRAD:
-        OUT: gl.constexpr = [STAGED * PIECE // WIDTH, 1, IMAGES, W, 64]
+        OUT: gl.constexpr = [ROWS, 1, IMAGES, W, 64]
         out = reinterpret(stage_buf, stage_buf.dtype, OUT, y_desc.layout)
     programs = gl.num_programs(0)
     if OVERLAP:
@@ -229,10 +228,7 @@ def _multiply(
             beside.wait(GROUP, phase)
         for j in gl.static_range(PIECES):
             y = by_image(accs[j], IMAGES, W)
-            if PIECEWISE and j > 0:  # the piece before has left
-                tma.store_wait(0)
-                sync_threads()
-            buf = pieces.index(j % STAGED).permute((1, 0))
+            buf = pieces.index(j).permute((1, 0))
             read = None
             if HAS_NORM:
                 read = by_image(widen_pairs(buf.load(PART)), IMAGES, W)
@@ -242,15 +238,12 @@ def _multiply(
                 total += gl.sum(widen_pairs(y), axis=2)
                 rounded = rounded + (y,)
             store_piece(buf, y, PART, W)
-            if not DGRAD and (j + 1) % STAGED == 0:
-                fence_async_shared()
-                row = h0 + (j + 1 - STAGED) * (PIECE // WIDTH)
-                at = [row, parity // 2, n0, 0, parity % 2 * terms.C + c0]
-                tma_store(y_desc, at, out)
+        fence_async_shared()
         if DGRAD:
-            fence_async_shared()
             tma_store(y_desc, [h0, n0, 0, c0], stage_buf)
         else:
+            at = [h0, parity // 2, n0, 0, parity % 2 * terms.C + c0]
+            tma_store(y_desc, at, out)
             second = squares_about_mean(rounded, total, second, PIECES)
         if partial_ptr is not None:
             row = image * tiles_h * PARITIES + place % tiles_h * PARITIES + parity
@@ -273,7 +266,7 @@ def conv_parity_kernel(
     x_row_desc,
     x_w_desc,  # [9, CO, K2]
     beside_desc,  # DGRAD: x [H, N, W, C] in boxes [ROWS, IMAGES, W, 64], or None: no norm
-    y_desc,  # [H, 2, N, W, 2 C] in boxes of a tile, or PIECEWISE of a piece; DGRAD: [H, N, W, C]
+    y_desc,  # [H, 2, N, W, 2 C] in boxes of a tile; DGRAD: [H, N, W, C]
     vectors_ptr,  # float32: bias [C]; DGRAD: table [N, 4, ., of which C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, tiles of an image, 2, C]; None: of an input gradient without a norm
@@ -292,7 +285,6 @@ def conv_parity_kernel(
     DGRAD: gl.constexpr,
     ACT: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory, and two filters each
-    PIECEWISE: gl.constexpr,  # the result leaves in pieces from where there is room for one
     REGISTERS: gl.constexpr,  # of a thread that multiplies
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
     num_warps: gl.constexpr,
@@ -303,8 +295,7 @@ def conv_parity_kernel(
     CHUNKS: gl.constexpr = block_chunks(ROWS * IMAGES * W, IMAGES * W)
     x_bufs = allocate_for_views(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [2 * BLOCKS, 1, 64, 64], up_w_desc.layout)
-    STAGED: gl.constexpr = max(64, IMAGES * W) // (IMAGES * W) if PIECEWISE else ROWS  # rows
-    stages = gl.allocate_shared_memory(dtype, [2, STAGED, IMAGES, W, 64], TILE)
+    stages = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], TILE)
     x = new_ring(x_bufs, BLOCKS)
     turns = new_turns(2)
     beside_full = None
@@ -329,7 +320,7 @@ def conv_parity_kernel(
     launch_roles(
         _multiply, (
             blocks, tiles, turns, stages, terms, beside, y_desc, partial_ptr, K1, K2,
-            x_desc is not None, PIECEWISE, OVERLAP,
+            x_desc is not None, OVERLAP,
         ),
         _load, (images, blocks, tiles, OVERLAP),
         2, (REGISTERS, 24),
