@@ -40,6 +40,7 @@ from .graph import PlanError
 from .inference import sampling_plan
 from .inference1d import real_time_plan
 from .printed import Page, draw, page, table
+from .step.network import TrainingUNet
 from .step.printed import step_page
 
 _MODELS = CONFIGS / "model"
@@ -146,7 +147,7 @@ def _page(given: dict[str, str], changed: dict[str, Any], gpu: Chip) -> Page:
     what = given["model"], int(given["batch"]), given["size"], given["precision"]
     what = *what, trains, given["context"], given["channels"]
     network, args, kwargs = example(*what, **changed)
-    if trains and isinstance(network, UNet) and network.backend.name == "triton":
+    if trains and network.backend.name == "triton" and TrainingUNet.refusal(network) is None:
         x, _, *labels = args
         x = x.permute(0, 2, 3, 1).contiguous()
         return step_page(network.train(), x, *(labels or [None]), gpu)
@@ -155,8 +156,8 @@ def _page(given: dict[str, str], changed: dict[str, Any], gpu: Chip) -> Page:
 
 
 def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip) -> Plan:
-    """What runs: samplers and policies ask the framework's networks in their own ways. What
-    train.py and samplers run layer by layer has the plan of `accelerate`."""
+    """What runs: samplers and policies ask the framework's networks in their own ways. Other
+    networks have the plan of `accelerate`, in train.py too, and what runs layer by layer."""
     if isinstance(network, UNet1d) and not trains:
         n, length, _ = args[0].shape
         return real_time_plan(network, n, length, fused_ops, gpu.gpu).plan

@@ -54,7 +54,7 @@ def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
     backend = model.backend
     if backend.name != "triton" or backend.dtype not in DTYPES:
         return model.forward_nhwc
-    refusal = TrainingUNet.refusal(model)
+    refusal = TrainingUNet.refusal(model, dropout=model.training)
     if refusal is not None:
         log.warning("the network runs layer by layer, without the fused plan: %s", refusal)
         return model.forward_nhwc

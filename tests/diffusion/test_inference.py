@@ -282,6 +282,18 @@ def test_who_gets_the_plan():
     assert isinstance(sampling_network(model), InferenceUNet)
 
 
+def test_dropout_of_channels_that_training_has_no_plan_for():
+    """An evaluation drops nothing."""
+    channels = {"model_channels": 18, "num_groups": 6, "num_head_channels": 9}
+    model = make({"channel_mult": (1, 2), "dropout": 0.3, **channels}, (4, 6)).eval()
+    x, t = torch.randn(2, 4, 6, 3).double(), torch.tensor([3, 700])
+    y = InferenceUNet(model, fused_reference)(x, t)
+    torch.testing.assert_close(y, model.forward_nhwc(x, t), rtol=1e-10, atol=1e-10)
+    set_backend(model.float(), Backend("triton", triton_kernels, torch.float16))
+    assert isinstance(sampling_network(model), InferenceUNet)
+    assert sampling_network(model.train()) == model.forward_nhwc
+
+
 @pytest.mark.parametrize("classes", [None, 3, 9])
 def test_a_table_is_kept_where_it_serves_any_labels(classes):
     model = make({"channel_mult": (1,), "num_classes": classes})

@@ -130,5 +130,13 @@ def test_a_policy_has_a_page(capsys):
     assert "with the norm, residual, skip connection in front of it" in page
 
 
+def test_a_step_that_accelerate_plans(capsys):
+    """As train.py does, where a `UNet` has no plan of its own."""
+    channels = ("model_channels=18", "num_groups=6", "num_head_channels=18", "dropout=0.1")
+    main(["model=unet_tiny", "batch=2", "size=8", "mode=train", *(f"model.{o}" for o in channels)])
+    page = capsys.readouterr().out
+    assert "backward: " in page and "dropout" in page
+
+
 def test_defaults():
     assert settings([])["model"] == "unet64"

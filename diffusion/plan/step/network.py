@@ -98,12 +98,13 @@ class TrainingUNet:
         self.watch: Callable[[Move, dict[Value, Tensor]], None] | None = None
 
     @staticmethod
-    def refusal(model: nn.Module) -> str | None:
-        """Why this model has no plan, or None if it has one."""
+    def refusal(model: nn.Module, dropout: bool = True) -> str | None:
+        """Why this model has no plan, or None if it has one. Without `dropout` nothing is dropped,
+        as in an evaluation."""
         if not isinstance(model, UNet):
             return f"{type(model).__name__} has none"
         for name, module in model.named_modules():
-            if isinstance(module, ResBlock) and module.dropout:
+            if isinstance(module, ResBlock) and module.dropout and dropout:
                 channels = len(module.out_layers["0"].weight)
                 if channels % _DRAW:
                     return f"{name} has dropout of {channels} channels, no multiple of {_DRAW}"

@@ -32,7 +32,7 @@ def step_page(
     PlanError: the step has no plan, and why."""
     refusal, kernels = TrainingUNet.refusal(model), step_kernels(model.backend)
     if refusal is not None:
-        raise PlanError(f"train.py runs the layers one by one: {refusal}")
+        raise PlanError(f"a step has the plan of accelerate: {refusal}")
     flat = FlatParameters(model, together=TOGETHER)
     t, rng = torch.zeros(len(x), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with noting(gpu) as notes:
