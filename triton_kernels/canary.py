@@ -73,18 +73,12 @@ def wrong(device: torch.device, conv: tuple | None, wgrad: tuple | None) -> str 
 
 
 def _wrong(device: torch.device, conv: tuple | None, wgrad: tuple | None) -> str | None:
-    n, h, w, ci, co = _SHAPE
-    made = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn((n, h, w, c), generator=made) for c in (ci, co))
-    weight = torch.randn((co, 3, 3, ci), generator=made).permute(0, 3, 1, 2) / 24
-    bias = torch.randn((co,), generator=made)
     # in 16 bits; Triton's interpreter, which a CPU stands for, computes bfloat16 wrongly
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
-    x, dy, weight = (t.to(dtype) for t in (x, dy, weight))
-    exact = _reference(x.float(), dy.float(), weight.float(), bias)
-    given = [t.to(device) for t in (x, dy, weight, bias)]
+    x, dy, weight, bias = given(torch.bfloat16 if device.type == "cuda" else torch.float16)
+    exact = expected(x, dy, weight, bias)
+    there = [t.to(device) for t in (x, dy, weight, bias)]
     try:
-        found = {name: t.float().cpu() for name, t in _results(*given, conv, wgrad).items()}
+        found = {name: t.float().cpu() for name, t in _results(*there, conv, wgrad).items()}
     except Exception as error:  # whatever a compiler or a launch may raise
         return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
     for name, result in found.items():
@@ -104,10 +98,23 @@ def _results(x, dy, weight, bias, conv, wgrad) -> dict[str, Tensor]:
     return {"result": y, "input gradient": dx, "weight gradient": dweight}
 
 
-def _reference(x, dy, weight, bias) -> dict[str, Tensor]:
+def given(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x and dy [N, H, W, C], the weight, and the bias in float32: the same numbers every time."""
+    n, h, w, ci, co = _SHAPE
+    made = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn((n, h, w, c), generator=made) for c in (ci, co))
+    weight = torch.randn((co, 3, 3, ci), generator=made).permute(0, 3, 1, 2) / 24
+    bias = torch.randn((co,), generator=made)
+    return x.to(dtype), dy.to(dtype), weight.to(dtype), bias
+
+
+def expected(x: Tensor, dy: Tensor, weight: Tensor, bias: Tensor) -> dict[str, Tensor]:
+    """What the convolution and its gradients are, in float32."""
+    x, dy, weight = x.float(), dy.float(), weight.float()
     with torch.enable_grad():  # whoever asks first may be within torch.no_grad
         x.requires_grad_()
         weight.requires_grad_()
         y = reference.conv2d(x, weight, bias)
-        dx, dweight = torch.autograd.grad(y, (x, weight), dy)
+        # of a scalar: PyTorch imports sympy, for seconds, to check a gradient that it is given
+        dx, dweight = torch.autograd.grad((y * dy).sum(), (x, weight))
     return {"result": y.detach(), "input gradient": dx, "weight gradient": dweight}

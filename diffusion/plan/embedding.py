@@ -14,6 +14,7 @@ from ..models.blocks import ResBlock
 from ..models.flat_parameters import FlatParameters
 from ..models.layers import Linear
 from ..models.unet import UNet
+from ..runtime.backward import run_backward
 
 TOGETHER = ("emb_layers.1.weight", "emb_layers.1.bias")  # for FlatParameters
 
@@ -103,11 +104,11 @@ class EmbeddingLayers:
         if not step.rows.requires_grad:
             return
         if self._stream is None:
-            torch.autograd.backward(step.rows, step.d_emb)
+            run_backward(step.rows, step.d_emb)
             return
         self._stream.wait_event(step.written)
         with torch.cuda.stream(self._stream):
-            torch.autograd.backward(step.rows, step.d_emb)
+            run_backward(step.rows, step.d_emb)
         self._step = step
 
     def join(self) -> None:

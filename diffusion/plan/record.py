@@ -25,6 +25,7 @@ import triton_kernels
 
 from .composites import INSTEAD
 from .graph import PlanError
+from .results import known_result
 
 _ATEN = torch.ops.aten
 # Linear and matmul would be products of rearranged matrices, attention and dropout what PyTorch
@@ -86,10 +87,12 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
     tensors that are no parameters, through hooks, or by writing where none are recorded.
     ValueError and TypeError are the module's own.
     """
+    # a module that is compiled may be planned in its first call
+    run = torch._disable_dynamo(_record) if "torch._dynamo" in sys.modules else _record
     try:
-        return _record(module, args, kwargs, by_device=_casts())
+        return run(module, args, kwargs, by_device=_casts())
     except _Casts:
-        return _record(module, args, kwargs, by_device=True)
+        return run(module, args, kwargs, by_device=True)
 
 
 def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: bool) -> Recording:
@@ -200,6 +203,12 @@ class _FakeShapes:
 class _Notes(TorchDispatchMode):
     """Notes every call that comes out of functionalization."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: PyTorch would import Dynamo to hide the mode from it; `record` does, if it is
+        there."""
+        return False
+
     def __init__(self, module: nn.Module, found: Recording, shapes: Any) -> None:
         super().__init__()
         self.found, self.shapes = found, shapes
@@ -216,7 +225,8 @@ class _Notes(TorchDispatchMode):
         args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs or {}))
         if target is _ATEN.copy_.default and id(args[0]) in self.given:
             raise PlanError(f"the module changes {self.given[id(args[0])]} in its forward")
-        result = target(*args, **kwargs)
+        result = None if self.shapes.by_device else known_result(target, args, kwargs)
+        result = target(*args, **kwargs) if result is None else result
         if not self.within and isinstance(result, Tensor | list | tuple):
             self.note(target, args, kwargs, result)
         return result

@@ -120,7 +120,12 @@ def _network(
         else:
             images = tuple(size), channels, process.learns_variance
             model = build_model(settings, backend, *images, where)
-    return model.to_empty(device=device) if where.type == "meta" else model
+    # not `to_empty`, which imports sympy for the strides
+    return model._apply(partial(_empty, device)) if where.type == "meta" else model
+
+
+def _empty(device: torch.device, x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
 
 def sample(settings: dict[str, Any]) -> None:

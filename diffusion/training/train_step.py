@@ -13,6 +13,7 @@ from ..data.batches import Batches
 from ..models.conditions import Conditions, Given, learned_and_given, with_null_token, with_presence
 from ..models.flat_parameters import FlatParameters
 from ..process.objective import Objective
+from ..runtime.backward import run_backward
 from ..runtime.cuda_graph import captured
 from .beside import Beside
 from .gradient_sum import GradientSum
@@ -102,7 +103,7 @@ class TrainStep:
             self._aside.join()
             last = start + size >= self.batches.count
             self._aside.run(partial(self._add_loss, last), losses.detach())
-            losses.backward(self._share.to(losses.dtype))
+            run_backward(losses, self._share.to(losses.dtype))
         self._aside.join()
         self.gradient_sum.finish()
         if self.objective.timesteps is not None:

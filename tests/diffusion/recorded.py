@@ -5,6 +5,7 @@ python -m tests.diffusion.recorded      without TRITON_INTERPRET, which has no c
 """
 
 import json
+import sys
 
 import torch
 
@@ -18,6 +19,7 @@ from diffusion.process.schedule import make_schedule
 from diffusion.runs.precompile_worker import train
 from diffusion.runtime.backend import Backend, choose_backend
 from diffusion.sampling.guidance import guide
+from triton_kernels import canary
 from triton_kernels.runtime.device import Device, describe, on_gpu
 from triton_kernels.runtime.launch_recorder import rehearsal
 
@@ -41,6 +43,8 @@ TRAIN = {
     "labels": {"shape": [10**6], "dtype": "int64"},
     "flip": True,
 }
+# a table of classes that is made on the meta device imports Dynamo; on a GPU it does not
+UNCONDITIONAL = TRAIN | {"model": MODEL | {"num_classes": None, "label_dropout": 0}, "labels": None}
 # PyTorch's own ops look timesteps up in tables, and no kernel has drawn any
 LOOKED_UP = TRAIN | {"diffusion": {"variance": "learned_range", "min_snr_gamma": 5.0}}
 RESAMPLED = TRAIN | {"diffusion": {"timestep_sampler": "loss_second_moment"}}
@@ -53,6 +57,7 @@ POLICY = {
     "labels": {"shape": [1000, 10], "dtype": "float32"},
     "flip": False,
 }
+SLOW = {"sympy", "torch._dynamo", "diffusers", "torchvision", "matplotlib"}  # to import
 HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True)
 
 
@@ -96,7 +101,10 @@ def names(job) -> list[str]:
 def main() -> None:
     cpu = torch.device("cpu")
     before = describe(cpu), on_gpu(cpu)
-    found = {"train": names(lambda: train(TRAIN)), "draw": names(draw), "act": names(act)}
+    names(lambda: train(UNCONDITIONAL))
+    canary.expected(*canary.given())
+    found = {"slow imports": sorted(SLOW & set(sys.modules))}
+    found |= {"train": names(lambda: train(TRAIN)), "draw": names(draw), "act": names(act)}
     found["policy"] = names(lambda: train(POLICY))
     found["looked up"] = names(lambda: train(LOOKED_UP)) + names(lambda: train(RESAMPLED))
     found["again"] = names(lambda: train(TRAIN))

@@ -38,6 +38,7 @@ def test_a_rehearsal():
     assert len([name for name in found["policy"] if "conv" in name]) >= 12
     assert found["looked up"].count("_adamw_kernel") == 2
     assert found["train"] == found["again"] and found["left as it was"]
+    assert found["slow imports"] == []  # a step that is planned, and the canary's reference
 
 
 def test_a_data_set_that_is_larger_than_memory(monkeypatch):
@@ -166,6 +167,15 @@ def test_without_a_terminal_lines_say_how_far_it_is(worker, capsys, monkeypatch)
     worker.append(DONE)
     compile_ahead()
     assert "10 of 10 kernels compiled, about 0 s left" in capsys.readouterr().out
+
+
+def test_how_long_it_takes_is_said_when_each_process_has_compiled_one(worker, capsys, monkeypatch):
+    monkeypatch.setattr(ahead, "_SILENT", 0.0)
+    worker.append(DONE)
+    compile_ahead()
+    lines = [x for x in capsys.readouterr().out.splitlines() if " of 10 kernels compiled" in x]
+    assert len(lines) > 5  # of two processes' worth and more
+    assert [("left" in x) for x in lines] == [int(x.split()[0]) > 4 for x in lines]
 
 
 def test_the_worker_starts_early_where_nothing_is_compiled(worker, monkeypatch):

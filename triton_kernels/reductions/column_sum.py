@@ -82,7 +82,8 @@ def num_splits(programs: int, steps: int, slots: int, fewest: int = 1) -> int:
     At least `fewest`, see `long_sums`."""
 
     def time(splits: int) -> int:
-        return triton.cdiv(programs * splits, slots) * (triton.cdiv(steps, splits) + 8)
+        # not by triton.cdiv, which takes microseconds on the host
+        return -(-programs * splits // slots) * (-(-steps // splits) + 8)
 
     fewest = max(1, min(steps, fewest))
     most = max(2 * slots, fewest + triton.cdiv(slots, programs))
