@@ -157,7 +157,7 @@ def _run(job: str, settings: dict[str, Any], device: torch.device, count: int) -
     )
     # None: shown on a terminal only
     with tqdm(total=0, unit="kernel", dynamic_ncols=True, disable=None, leave=False) as bar:
-        done, needed = _follow(worker.process.stdout, bar, began)
+        done, needed = _follow(worker.process.stdout, bar, began, count)
     seconds = time.monotonic() - began
     if done < needed or needed == 0:
         said = worker.end()
@@ -205,7 +205,7 @@ def _start(environment: dict[str, str], errors: IO[str]) -> subprocess.Popen:
     )
 
 
-def _follow(lines: IO[str], bar: tqdm, began: float) -> tuple[int, int]:
+def _follow(lines: IO[str], bar: tqdm, began: float, processes: int) -> tuple[int, int]:
     """The worker says in a line how many kernels there are in all, and how many of them are needed
     at once, and then the number of each that is compiled, from 0. Returns how many of the needed
     are, and how many there are of these, as soon as they are all compiled or nothing more comes."""
@@ -224,7 +224,9 @@ def _follow(lines: IO[str], bar: tqdm, began: float) -> tuple[int, int]:
             now = time.monotonic()
             if bar.disable and now - shown > _SILENT:
                 left = (now - began) / done * (needed - done)
-                tqdm.write(f"{done} of {needed} kernels compiled, about {left:.0f} s left")
+                # the first of each process says little: they begin together
+                about = f", about {left:.0f} s left" if done > processes else ""
+                tqdm.write(f"{done} of {needed} kernels compiled{about}")
                 shown = now
         if done == needed > 0:
             break
