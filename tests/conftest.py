@@ -42,10 +42,12 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """Python's collector need not walk again and again through what was imported, nor through the
-    tests themselves. Not beside a GPU, where tests look for kernels among all objects."""
+    tests themselves, nor through each small graph that is being traced. Not beside a GPU, where
+    tests look for kernels among all objects."""
     if not torch.cuda.is_available():
         gc.collect()
         gc.freeze()
+        gc.set_threshold(50_000, 20, 20)
 
 
 @pytest.fixture(autouse=True)
