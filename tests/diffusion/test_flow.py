@@ -314,8 +314,9 @@ def test_flows_of_diffusers_that_are_none_here(run, tmp_path, option):
         load_trained(out, CPU)
 
 
-def test_an_exported_program_says_the_times(run, tmp_path):
-    out = tmp_path / "denoiser.pt2"
+def test_an_exported_program_says_the_times(tmp_path):
+    out, shifted = tmp_path / "denoiser.pt2", FLOW | {"shift": 2.0}
+    run = checkpoint(tmp_path / "run", diffusion=shifted, **test_export.ONE_LEVEL)
     export({"ckpt": str(run), "format": "torch_export", "out": str(out)})
     extra = {"denoiser.json": ""}
     torch.export.load(out, extra_files=extra)
