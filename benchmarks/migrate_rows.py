@@ -26,14 +26,13 @@ def _float32(config: Row) -> tuple[str, Row] | None:
         return "gather_wgrad", dict(zip(_TILE, numbers, strict=True)) | splits
     if config["tensor_cores"] == 2:
         return "pointwise_wgrad", dict(zip(_TILE, numbers, strict=True)) | splits
-    if config["tensor_cores"] in (3, 4):
+    if config["tensor_cores"] == 3:
         return "mma_wgrad", {
             "block_x": config["block_j"],
             "block_m": config["block_m"],
             "programs": config["rows"],
             "num_stages": config["num_stages"],
             "read_ahead": config["num_warps"] == 6,
-            "small_in_bf16": config["tensor_cores"] == 4,
         } | splits
     return ("fp16_split_wgrad", splits) if config["tensor_cores"] == 5 else None
 

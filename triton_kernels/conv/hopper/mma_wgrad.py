@@ -11,9 +11,7 @@ zeros outside of the image. A program has one such block of dy and one to three 
 that multiply and one that fetches.
 
 In float32 every number is the sum of two TF32 numbers, and three products are added up for 16
-pixels before they get to the sum (`triton_kernels.tf32`). The two products with a small number may
-be in bfloat16, in half the time: their numbers are then 2^-9 off, and what they add up to is 2^-11
-of the large product.
+pixels before they get to the sum (`triton_kernels.tf32`).
 """
 
 import math
@@ -55,22 +53,17 @@ class MmaWgrad(NamedTuple):
     programs: int  # that share a multiprocessor
     num_stages: int
     read_ahead: bool  # pixels are read from shared memory a step ahead
-    small_in_bf16: bool = False  # in float32, the products with a small number
 
 
-_FIRST = [
+TILES = [
     MmaWgrad(64, 32, 2, 6, False),
     MmaWgrad(64, 64, 2, 3, False),
     MmaWgrad(64, 32, 2, 6, True),
     MmaWgrad(128, 32, 2, 4, True),
-]
-TILES = [
-    *_FIRST,
     MmaWgrad(64, 32, 3, 4, False),
     MmaWgrad(64, 32, 4, 3, False),
     MmaWgrad(128, 64, 2, 2, False),
     MmaWgrad(192, 32, 2, 3, False),
-    *(tile._replace(small_in_bf16=True) for tile in _FIRST),
 ]
 
 
@@ -95,7 +88,7 @@ def _fits(tile: MmaWgrad, precision: str, gpu: Device) -> bool:
     fetched = tile.num_stages * (_BLOCK + tile.block_x) * tile.block_m * 4
     sums = _BLOCK * tile.block_x // 128
     if precision == "tf32":
-        in_registers = not tile.small_in_bf16  # there is one product, of no small number
+        in_registers = True  # there is one product, of no small number
     elif tile.programs > 2 or tile.block_m > 32:
         in_registers = sums <= 32 and tile.programs <= 3
     else:
@@ -136,7 +129,7 @@ def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:
         q,
         co,
         count_boxes(box, n, p, q),
-        PRODUCTS=1 if precision == "tf32" else 2 if tile.small_in_bf16 else 3,
+        PRODUCTS=1 if precision == "tf32" else 3,
         TAPS=r * s,
         S=s,
         PAD_H=padding[0],

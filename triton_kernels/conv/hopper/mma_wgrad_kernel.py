@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...hopper.compat import reinterpret, sync_threads, tma_load
-from ...hopper.pairs import round_pairs
 from ...hopper.pipeline import new_ring
 from ...runtime.dependent_launch import await_inputs
 
@@ -23,12 +22,6 @@ _REGISTERS = [[0, 1], [0, 2], [1, 0], [8, 0]]
 _LANES = [[2, 0], [4, 0], [0, 4], [0, 8], [0, 16]]
 _DY = gl.constexpr(gl.DistributedLinearLayout(_REGISTERS, _LANES, [[0, 0], [0, 32]], [], [16, 64]))
 _X = gl.constexpr(gl.DistributedLinearLayout(_REGISTERS, _LANES, [[0, 32], [0, 0]], [], [16, 64]))
-# With p0 first, so that two pixels become a register of 16-bit numbers.
-_PAIRS = [[1, 0], [0, 1], [0, 2], [8, 0]]
-_DY_PAIRS = gl.constexpr(
-    gl.DistributedLinearLayout(_PAIRS, _LANES, [[0, 0], [0, 32]], [], [16, 64])
-)
-_X_PAIRS = gl.constexpr(gl.DistributedLinearLayout(_PAIRS, _LANES, [[0, 32], [0, 0]], [], [16, 64]))
 # The sum as it is stored, [channel of dy, channel of x]: eight neighbours of x a thread.
 _OUT = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -74,21 +67,6 @@ def _as_right(v):
 
 
 @gluon.jit
-def _as_left_pairs(v):
-    """`_as_left` in bfloat16, in whose products a thread has the same pixels."""
-    v = round_pairs(gl.convert_layout(v, _DY_PAIRS, assert_trivial=True), gl.bfloat16)
-    v = v.reshape([16, 2, 8, 2, 2]).permute((3, 1, 4, 2, 0)).reshape([64, 16])
-    return gl.convert_layout(v, gl.DotOperandLayout(0, _MMA, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _as_right_pairs(v):
-    v = round_pairs(gl.convert_layout(v, _X_PAIRS, assert_trivial=True), gl.bfloat16)
-    v = v.reshape([16, 2, 8, 2, 2]).permute((0, 3, 4, 1, 2)).reshape([16, 64])
-    return gl.convert_layout(v, gl.DotOperandLayout(1, _MMA, 2), assert_trivial=True)
-
-
-@gluon.jit
 def _as_stored(acc):
     """A sum with its channels in order."""
     acc = acc.reshape([2, 2, 2, 8, 2, 2, 2, 8]).permute((1, 3, 0, 2, 6, 7, 4, 5)).reshape([64, 64])
@@ -119,11 +97,7 @@ def _add_products(accs, values, PRODUCTS: gl.constexpr, X_BLOCKS: gl.constexpr):
     else:
         big, small = _split(dy)
         left = _as_left(big)
-        if PRODUCTS == 3:
-            left_small = _as_left(small)
-        else:
-            left_small = _as_left_pairs(small)
-            left_low = _as_left_pairs(dy)
+        left_small = _as_left(small)
     sums = ()
     for j in gl.static_range(X_BLOCKS):
         x = values[1 + j]
@@ -134,17 +108,10 @@ def _add_products(accs, values, PRODUCTS: gl.constexpr, X_BLOCKS: gl.constexpr):
             big, small = _split(x)
             right = _as_right(big)
             # added up by themselves: tensor cores round every addition towards zero
-            if PRODUCTS == 3:
-                right_small = _as_right(small)
-                part = gl.zeros([64, 64], gl.float32, _MMA)
-                part = mma_v2(left_small, right, part, input_precision="tf32")
-                part = mma_v2(left, right_small, part, input_precision="tf32")
-            else:
-                right_small = _as_right_pairs(small)
-                right_low = _as_right_pairs(x)
-                part = gl.zeros([64, 64], gl.float32, _MMA)
-                part = mma_v2(left_small, right_low, part)
-                part = mma_v2(left_low, right_small, part)
+            right_small = _as_right(small)
+            part = gl.zeros([64, 64], gl.float32, _MMA)
+            part = mma_v2(left_small, right, part, input_precision="tf32")
+            part = mma_v2(left, right_small, part, input_precision="tf32")
             acc += mma_v2(left, right, part, input_precision="tf32")
         sums = sums + (acc,)
     return sums
@@ -246,7 +213,7 @@ def conv_mma_wgrad_kernel(
     Q,
     CO,
     num_tiles,  # of pixels
-    PRODUCTS: gl.constexpr,  # of TF32: 1, or 3; 2: one, and the two small ones in bfloat16
+    PRODUCTS: gl.constexpr,  # of TF32: 1, or 3
     TAPS: gl.constexpr,
     S: gl.constexpr,
     PAD_H: gl.constexpr,
