@@ -25,7 +25,7 @@ def _keep_affine(
     BLOCK_G: gl.constexpr, BLOCK_J: gl.constexpr,
 ):  # fmt: skip
     """mean, slope and offset of every channel of image n, to shared memory; by the formulas of
-    `norm_statistics`, with lanes [BLOCK_G, BLOCK_J] of groups by their channels."""
+    `norm.statistics`, with lanes [BLOCK_G, BLOCK_J] of groups by their channels."""
     groups = gl.arange(0, BLOCK_G, layout=gl.SliceLayout(1, LANES))
     j = gl.arange(0, BLOCK_J, layout=gl.SliceLayout(0, LANES))[None, :]
     lanes = groups[:, None] * CG + j

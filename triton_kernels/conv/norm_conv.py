@@ -5,9 +5,9 @@
 
 For what wants y alone: act(z) is nowhere in memory afterwards, which spares a pass that reads and
 writes as much as the convolution does, and the launch of its table. The kernels are those that
-fetch each pixel once, `conv.hopper.stationary_weights` and `resident_two`. Warpgroups make act(z)
-of rows of pixels in shared memory while others multiply; or those that multiply do, between two
-tiles, of the rows that are new to them (`_FORMS`).
+fetch each pixel once, `conv.hopper.stationary_weights` and `stationary_weights_concat`. Warpgroups
+make act(z) of rows of pixels in shared memory while others multiply; or those that multiply do,
+between two tiles, of the rows that are new to them (`_FORMS`).
 
 Tensors of which 1x1 convolutions are added may be half as large in both directions: these are
 upsampled on the way.

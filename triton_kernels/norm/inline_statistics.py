@@ -8,8 +8,8 @@ A launch of a few microseconds and the gap behind it cost more than what it comp
 program of the pass makes the statistics of its own channels anew from the partial sums, and the
 first of an image writes down what backward, or the gradients of the parameters, need of them. Where
 the partial sums of an image are many, or the programs that would read them, two launches are
-faster: `NORM_APPLY` and `NORM_BACKWARD` say so. The formulas are those of `norm_tables` and
-`norm_passes`.
+faster: `NORM_APPLY` and `NORM_BACKWARD` say so. The formulas are those of `norm.tables` and
+`norm.passes`.
 """
 
 from typing import NamedTuple

@@ -1,7 +1,7 @@
-"""The kernels of `norm_fold`, where the formulas are.
+"""The kernels of `norm.inline_statistics`, where the formulas are.
 
 A program has TILES tiles of BLOCK_P pixels by BLOCK_C channels of one half of the concatenation, as
-in `norm_pass_kernels`, and makes of the partial sums what it needs of `norm_tables`: the statistics
+in `norm.pass_kernels`, and makes of the partial sums what it needs of `norm.tables`: the statistics
 of the BLOCK_G groups that its channels belong to, of up to BLOCK_J channels each.
 """
 

@@ -1,4 +1,4 @@
-"""The kernels of `norm_passes`, where the formulas are.
+"""The kernels of `norm.passes`, where the formulas are.
 
 A program has TILES tiles of BLOCK_P pixels by BLOCK_C channels of one half of the concatenation; K
 programs cover the pixels of an image, CB1 blocks of channels the first half and CB both. MASKED:

@@ -1,4 +1,4 @@
-"""The passes over memory of a GroupNorm whose statistics come from elsewhere (`norm_tables`):
+"""The passes over memory of a GroupNorm whose statistics come from elsewhere (`norm.tables`):
 
     apply     x, table -> a = act((x - mean) rstd g + b)
     norm_dx   dz, x, coeff -> dx = p dz + q x + r  (+ gradients of other uses of x)

@@ -3,7 +3,7 @@
 A program has BLOCK_G groups of CG channels of one image, all its pixels, in registers:
 BLOCK_G * BLOCK_J lanes of channels by BLOCK_P pixels.
 
-In which order its loads stand says `parts_kernels`.
+In which order its loads stand says `conv.plain.split_k_sum`.
 """
 
 import triton

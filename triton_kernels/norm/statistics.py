@@ -1,8 +1,8 @@
-"""Statistics of a norm from the partial sums of tiles, as `norm_tables` says what these are.
+"""Statistics of a norm from the partial sums of tiles, as `norm.tables` says what these are: jit
+functions of the kernels of `norm`.
 
-Jit functions of `norm_table_kernels`, `norm_fold_kernels`, `norm_small_batch`,
-`norm_whole_kernels` and `norm_sums_kernels`. What is kept of a channel is [BLOCK_G, BLOCK_J],
-groups by their channels, so that the sum over a group is a sum over rows.
+What is kept of a channel is [BLOCK_G, BLOCK_J], groups by their channels, so that the sum over a
+group is a sum over rows.
 """
 
 import triton

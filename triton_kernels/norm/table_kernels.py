@@ -1,4 +1,4 @@
-"""The kernels of `norm_tables`, where the formulas are.
+"""The kernels of `norm.tables`, where the formulas are.
 
 A program has BLOCK_G groups of CG = C/G channels in BLOCK_J >= CG lanes each; GB programs make a
 sample. What is kept of a channel is [BLOCK_G, BLOCK_J], so that the sum over a group is a sum over

@@ -3,7 +3,7 @@
     forward    partials of x           -> table (mean, rstd, g, b):  z  = (x - mean) rstd g + b
     backward   partials of dz, table   -> coeff (p, q, r):           dx = p dz + q x + r
 
-`norm_passes` applies them. A fused convolution writes the partials in its epilogue, so that no pass
+`norm.passes` applies them. A fused convolution writes the partials in its epilogue, so that no pass
 over memory computes a statistic. With partials float32 [N, K, 2, C], tile k of an image has exactly
 H W / K pixels, and for each of its channels
 

@@ -1,4 +1,4 @@
-"""The kernel of `conv.hopper.fp16_split_wgrad`: that of `rows_wgrad`, also for operands in two
+"""The kernel of `conv.hopper.fp16_split_wgrad`: that of `row_wgrad`, also for operands in two
 parts.
 
 A tile is 128 pixels, whole rows, of each part of x and of dy. Three warpgroups take a row of the

@@ -11,7 +11,7 @@ they pass through a ring, in pairs, and a tile uses two pairs, of which the next
 second one again. There are two programs on a multiprocessor, which nothing keeps in step, so some
 multiply while others write; or one with as much memory as both, where rows are larger.
 
-Of rows of 32 pixels two images lie side by side, see `rows_wgrad`.
+Of rows of 32 pixels two images lie side by side, see `row_wgrad`.
 """
 
 from triton.experimental import gluon

@@ -17,8 +17,8 @@ rows of the filter.
 
 Forward x may be what a norm reads, of which a table is there, or sums. Then a warpgroup makes
 act(norm(x)) of the rows that are new with its tile where they lie, before its turn; or one or two
-others make it of all rows, see `rows_made`, and two multiply. What is outside of the image stays
-zeros, for it is the activation that is padded.
+others make it of all rows, see `norm_producers`, and two multiply. What is outside of the image
+stays zeros, for it is the activation that is padded.
 """
 
 from typing import NamedTuple

@@ -3,8 +3,8 @@ the first thing: a 3x3 convolution of act(norm([x1, x2])) to 64 channels.
 
 Eighteen filters of 64 x 64 stay in shared memory, and leave room for three pairs of rows. So no
 rows are kept from tile to tile: two warpgroups make the four rows of each half of each tile, see
-`rows_made`, and two others multiply, a tile each in turn. A pair goes back as soon as its rows have
-been multiplied, which of the upper one is two thirds of the way.
+`norm_producers`, and two others multiply, a tile each in turn. A pair goes back as soon as its rows
+have been multiplied, which of the upper one is two thirds of the way.
 """
 
 from triton.experimental import gluon

@@ -1,5 +1,5 @@
-"""The epilogue of `tiles_kernels` and `upsampled_kernels`: tiles [64 channels, pixels] in pieces,
-of one image or of several, and what belongs to their channels."""
+"""The epilogue of `tile_mma_kernels` and `upsampled_kernels`: tiles [64 channels, pixels] in
+pieces, of one image or of several, and what belongs to their channels."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -95,7 +95,7 @@ def makes_means(config: TileMma, h: int, w: int) -> bool:
 
 def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = None) -> None:
     """The convolution, or its input gradient, with one of `configs`; or the convolution and
-    the norm of it, if a tile is whole images, or tiles of an image meet (`tile_meeting`)."""
+    the norm of it, if a tile is whole images, or tiles of an image meet (`epilogue_grid_sync`)."""
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     device = describe(operands.x.device)

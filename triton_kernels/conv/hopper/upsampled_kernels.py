@@ -1,7 +1,7 @@
 """The kernel of `conv.hopper.upsampled`: a 3x3 convolution of an image of which some channels are
 an upsampled one, or the input gradient of these channels.
 
-As in `tiles_kernels` a program stays, one warp loads and two warpgroups multiply, a tile each in
+As in `tile_mma_kernels` a program stays, one warp loads and two warpgroups multiply, a tile each in
 turn. A tile is the pixels of one parity: of an image [H, W], those with rows 2 i + p and columns
 2 j + q, seen as rows i and columns j. To TMA an image is [H / 2, 2, N, W / 2, 2 C], so that such
 pixels are an ordinary box.

@@ -358,7 +358,7 @@ def _conv2d_wgrad_gather_kernel(
             mask=mask_m[:, None] & mask_co[None, :],
             other=0.0,
         )  # [BLOCK_M, BLOCK_CO]
-        if SPLIT:  # as in `points_wgrad`
+        if SPLIT:  # as in `pointwise_wgrad`
             x, x_small = split_to_tf32(x)
             dy, dy_small = split_to_tf32(dy)
             part = tl.dot(tl.trans(dy_small), x, input_precision="tf32")
