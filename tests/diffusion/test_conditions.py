@@ -39,8 +39,7 @@ from diffusion.training.gradient_sum import GradientSum
 from diffusion.training.optimizer import Optimizer, OptimizerSettings
 from diffusion.training.train_step import TrainStep
 
-from ..end_to_end.processes import finish
-from ..end_to_end.run import rows, start_together
+from ..end_to_end.run import rows, run_together
 from ..test_configs import composed
 
 CPU = torch.device("cpu")
@@ -247,9 +246,8 @@ def test_two_processes_train_as_one_does(pairs, tmp_path):
     more = ("train.steps=2", "train.batch_size=8", "train.sample_every=0")
     settings = of_pairs(pairs, *more, "model.condition_dropout=0.3", "dataset.flip=true")
     train(composed(*settings), tmp_path / "one")
-    two = start_together(*settings, f"run_dir={tmp_path}/two")
-    _, err = finish(two, 240)
-    assert two.returncode == 0, err
+    for code, _, err in run_together("train.py", *settings, f"run_dir={tmp_path}/two"):
+        assert code == 0, err
     one, two = (
         load_file(tmp_path / name / "checkpoints/step_00000002/model.safetensors")
         for name in ("one", "two")

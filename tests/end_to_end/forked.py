@@ -57,11 +57,23 @@ class Forked:
         self, command: list[str], cwd: Path, environment: dict[str, str], timeout: float
     ) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) of SCRIPT ... or -m MODULE ..."""
+        (said,) = self.run_together(command, cwd, [environment], timeout)
+        return said
+
+    def run_together(
+        self, command: list[str], cwd: Path, environments: list[dict[str, str]], timeout: float
+    ) -> list[tuple[int, str, str]]:
+        """The same of copies that run at once, one for each environment."""
         with tempfile.TemporaryDirectory() as folder:
-            out, err = Path(folder, "out"), Path(folder, "err")
-            request = {"command": command, "cwd": str(cwd), "environment": environment}
-            request |= {"out": str(out), "err": str(err)}
-            self.process.stdin.write(json.dumps(request) + "\n")
+            files = [
+                (Path(folder, f"out{i}"), Path(folder, f"err{i}")) for i in range(len(environments))
+            ]
+            request = {"command": command, "cwd": str(cwd)}
+            requests = [
+                request | {"environment": environment, "out": str(out), "err": str(err)}
+                for environment, (out, err) in zip(environments, files, strict=True)
+            ]
+            self.process.stdin.write(json.dumps(requests) + "\n")
             self.process.stdin.flush()
             if not select.select([self.process.stdout], [], [], timeout)[0]:
                 copies = descendants(self.process.pid)
@@ -69,11 +81,14 @@ class Forked:
                 select.select([self.process.stdout], [], [], _GRACE)
                 signal_all(copies, signal.SIGKILL)
                 self.process.stdout.readline()
-                said = f"{out.read_text()}\n{err.read_text()}"
+                said = "\n".join(path.read_text() for pair in files for path in pair)
                 raise AssertionError(f"{' '.join(command)} took more than {timeout} s\n{said}")
-            code = self.process.stdout.readline()
-            assert code, "the process to fork has ended; what it said is above"
-            return int(code), out.read_text(), err.read_text()
+            codes = self.process.stdout.readline()
+            assert codes, "the process to fork has ended; what it said is above"
+            return [
+                (code, out.read_text(), err.read_text())
+                for code, (out, err) in zip(json.loads(codes), files, strict=True)
+            ]
 
     def close(self) -> None:
         self.process.kill()
@@ -122,11 +137,14 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()  # or the first collection in a copy would write to, and so copy, all of its memory
     for line in sys.stdin:
-        copy = os.fork()
-        if copy == 0:
-            _become(json.loads(line))
-        _, status = os.waitpid(copy, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        copies = []
+        for request in json.loads(line):
+            copy = os.fork()
+            if copy == 0:
+                _become(request)
+            copies.append(copy)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) for copy in copies]
+        print(json.dumps(codes), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import atexit
 import csv
 import functools
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,25 @@ def run(*command: str, cwd: Path | None = None, fresh: bool = False) -> tuple[in
         out, err = finish(process, PATIENCE)
         return process.returncode, out, err
     return _forked().run(_absolute(command), cwd or ROOT, environment(), PATIENCE)
+
+
+def run_together(*command: str, count: int = 2) -> list[tuple[int, str, str]]:
+    """(exit code, stdout, stderr) of each of `count` processes that work together, as Slurm starts
+    them: the environment says who they are. Copies as of `run`, which spare the agent and the
+    imports of `start_together`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    ranks = [
+        environment() | meet | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count)}
+        for rank in map(str, range(count))
+    ]
+    if not torch.cuda.is_available():
+        return _forked().run_together(_absolute(command), ROOT, ranks, PATIENCE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    processes = [started([sys.executable, *_absolute(command)], env=env, **pipes) for env in ranks]
+    said = [finish(process, PATIENCE) for process in processes]
+    return [(p.returncode, *texts) for p, texts in zip(processes, said, strict=True)]
 
 
 def rows(path: Path) -> list[dict[str, str]]:

@@ -14,7 +14,7 @@ from diffusion.runtime.distributed import Processes
 from diffusion.training.held_out_loss import BANDS
 
 from .processes import finish
-from .run import TINY, rows, run, start_together
+from .run import TINY, rows, run, run_together, start_together
 
 # everything that is keyed by the position in the global batch: noise, timesteps, flips, dropped
 # labels, dropout; 11 images beside those held out, so that epochs end within batches; and the
@@ -102,9 +102,9 @@ def test_two_processes_draw_the_images_of_one(runs, tmp_path):
     settings = (f"ckpt={runs[0]}", "n=5", "steps=3", "eta=1", "guidance=2", "device=cpu")
     code, _, err = run("sample.py", *settings, f"out={tmp_path}/one.npz")
     assert code == 0, err
-    two = start_together(*settings, f"out={tmp_path}/two.npz", script="sample.py")
-    out, err = finish(two, 240)
-    assert two.returncode == 0, err
+    said = run_together("sample.py", *settings, f"out={tmp_path}/two.npz")
+    assert all(code == 0 for code, _, _ in said), said
+    out = "".join(out for _, out, _ in said)
     assert out.count("2 processes") == out.count("5 images of") == 1
     one, two = (np.load(tmp_path / name)["arr_0"] for name in ("one.npz", "two.npz"))
     # in a batch of another size a level may be rounded the other way
