@@ -94,7 +94,7 @@ def tune(config: dict[str, Any]) -> None:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         found = to_measure(settings, gpu)
-        print(f"there is no GPU here, and nothing is measured; on a {settings.gpu}: {found}")
+        print(f"there is no GPU here, and nothing is measured; gpu={settings.gpu}: {found}")
         return
     gpu = describe(device)
     print(f"{torch.cuda.get_device_name(device)}, sm_{gpu.arch} with {gpu.num_sms}: ", end="")
