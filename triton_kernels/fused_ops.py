@@ -16,6 +16,7 @@ Parts of their names say how a kernel divides its work:
 be (`Op.why_apart`).
 """
 
+import torch
 from torch import Tensor
 
 from .attention import (
@@ -167,13 +168,18 @@ def attention_backward(
     lse: Tensor,
     num_heads: int,
     order: str,
-    sums: RowSums,
+    sums: RowSums | bool,  # True: rows in a tensor of their own; False: none
     *,
     allow_tf32: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """dqkv [N, T, 3C], and rows [rows, 3C] in a place of `sums`, whose sum is that of it over
     samples and positions."""
-    return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, sums.rows)
+
+    def own(rows: int, columns: int) -> Tensor:
+        return torch.empty((rows, columns), dtype=torch.float32, device=qkv.device)
+
+    place = sums.rows if isinstance(sums, RowSums) else own if sums else None
+    return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, place)
 
 
 def cross_attention_forward(

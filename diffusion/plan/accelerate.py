@@ -14,9 +14,9 @@ from triton_kernels.runtime.device import describe, on_gpu
 
 from ..models.layers import Layer
 from .build import Plan, plan
-from .execute import Streams, launch_reference, run_moves
+from .calls.table import launch_kernels, launch_reference
+from .execute import Streams, run_moves
 from .graph import PlanError, Value
-from .on_gpu import launch_kernels
 
 
 class Accelerated(nn.Module):

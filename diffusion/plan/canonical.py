@@ -8,7 +8,7 @@
 - Zeros around an image become the convolution's padding.
 """
 
-from .execute import launch_reference
+from .calls.table import launch_reference
 from .graph import Graph, Node, Value
 
 

@@ -3,16 +3,11 @@ last reader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from triton_kernels.reference import fused
-
-from .calls import backward, forward, norms  # noqa: F401  they fill the table
-from .calls.table import LAUNCHES
+from .calls.table import launch_reference
 from .graph import Node, Value
 from .moves import Move
 
@@ -49,26 +44,6 @@ def run_moves(
             values.pop(value, None)
     streams.join()
     return values
-
-
-def launch_reference(
-    node: Node, values: Mapping[Value, Tensor], kernels: ModuleType = fused
-) -> dict[Value, Tensor]:
-    """On the reference kernels, which compute in the dtype of what they are given: in float32 or
-    more."""
-    inputs = {role: _widened(values[value]) for role, value in node.inputs.items()}
-    return results(node, LAUNCHES[node.op](kernels, node, inputs))
-
-
-def results(node: Node, made: Any) -> dict[Value, Tensor]:
-    """What a launch gave, by the node's values and in their dtypes; nothing where it gave none."""
-    made = made if isinstance(made, dict) else {next(iter(node.outputs)): made}
-    given = {value: made[role] for role, value in node.outputs.items()}
-    return {value: x.to(value.dtype) for value, x in given.items() if x is not None}
-
-
-def _widened(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class Streams:

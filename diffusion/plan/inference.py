@@ -29,14 +29,13 @@ from ..models.unet import UNet
 from ..process.objective import Denoiser
 from ..sampling.serialize import turn
 from .build import Plan
-from .calls.table import filters
+from .calls.table import filters, launcher_of
 from .embedding import TOGETHER, EmbeddingLayers, projection_columns
 from .execute import run
 from .fuse.rows import fuse, prepare
 from .graph import Graph, Node, Value
 from .join.rules import join
 from .norms import split_norms
-from .on_gpu import launcher_of
 from .schedule import schedule
 from .step.network import DTYPES, TrainingUNet
 from .trace import trace

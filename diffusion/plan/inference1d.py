@@ -20,10 +20,10 @@ from triton_kernels.runtime.device import Device, describe
 
 from ..models.unet1d import UNet1d
 from .build import Plan
+from .calls.table import launcher_of
 from .execute import run
 from .graph import Node, PlanError, Value
 from .join.stages import MAX_LENGTH, stages
-from .on_gpu import launcher_of
 from .schedule import last_readers, schedule
 from .trace import trace
 

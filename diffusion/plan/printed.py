@@ -20,13 +20,10 @@ from triton_kernels.registry.choose import Decision, noted
 from triton_kernels.runtime.device import standing_for
 
 from .build import Plan
+from .calls.table import BY_PYTORCH, launch_kernels
 from .graph import FREE, JOINED, STAGED, Node, Value
 from .moves import Move
-from .on_gpu import ON_GPU, launch_kernels
 
-# of the others that the fused kernels have under the reference's names
-_KERNELS = {"norm_table", "norm_apply", "norm", "norm_act_grad", "norm_grad_table", "norm_dx"}
-_KERNELS |= {"skip_dx", *ON_GPU, *JOINED, *STAGED}
 # of which each multiplies a gradient with all filters
 INPUT_GRADS = (
     "conv_dx", "linear_dx", "conv_input_grad", "skip_dx", "conv_down_dx", "skip_backward",
@@ -211,12 +208,12 @@ def launched(plan: Plan, gpu: Chip) -> dict[Node, Launched]:
     found = {}
     with noting(gpu) as notes, torch.no_grad():
         for node in plan.schedule.nodes:
-            if node.op in _KERNELS:
-                values.update(launch_kernels(node, values))
-                found[node] = notes.taken()
-            else:
+            if node.op in BY_PYTORCH:
                 values.update({value: _blank(value) for value in node.outputs.values()})
                 found[node] = Launched(("" if node.op in FREE else "PyTorch",))
+            else:
+                values.update(launch_kernels(node, values))
+                found[node] = notes.taken()
             for value in plan.schedule.last.get(node, ()):
                 values.pop(value, None)
     return found

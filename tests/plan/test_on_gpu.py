@@ -8,8 +8,7 @@ from torch import nn
 from diffusion.models.blocks import AttentionBlock, CrossAttentionBlock, ResBlock
 from diffusion.plan import accelerate
 from diffusion.plan.accelerate import Accelerated
-from diffusion.plan.execute import launch_reference
-from diffusion.plan.on_gpu import launch_kernels
+from diffusion.plan.calls.table import launch_kernels, launch_reference
 from diffusion.runtime.backend import TORCH_FP32
 from tests.plan.test_fuse import OPTIONS
 
@@ -115,3 +114,29 @@ def test_attention_to_a_context(scale, device, monkeypatch):
     found.append((expected.detach(), *torch.autograd.grad(expected, parameters, expected.detach())))
     for a, b, c in zip(*found, strict=True):
         assert max((a - b).abs().max(), (b - c).abs().max()) <= 2e-5 * c.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (nn.Conv2d(4, 8, 3), (1, 4, 5, 6)),
+        (nn.Conv2d(4, 8, (1, 3), padding=(0, 1)), (1, 4, 5, 6)),
+        (nn.Conv2d(4, 8, 3, stride=(2, 1), padding=1), (1, 4, 5, 6)),
+        (nn.Conv1d(4, 8, 3, stride=2, padding=1), (1, 4, 6)),
+        (nn.Conv1d(4, 8, 5), (1, 4, 9)),
+    ],
+    ids=["no zeros around it", "of one row", "of two strides", "of rows, stride 2", "of rows"],
+)
+def test_convolutions_that_no_fused_kernel_has(layer, shape, device, monkeypatch):
+    """Of other sizes than the image's, or strides that differ: by the public op, or PyTorch."""
+    layer, x = layer.to(device), torch.randn(shape, device=device, requires_grad=True)
+    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (True, True))
+    monkeypatch.setattr(accelerate, "launcher", lambda device: launch_kernels)
+    expected, y = layer(x), Accelerated(layer)(x)
+    dy = torch.randn_like(y)
+    given = x, *layer.parameters()
+    pairs = zip(
+        torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, given, dy), strict=True
+    )
+    for a, b in ((y, expected), *pairs):
+        assert (a - b).abs().max() <= 2e-3 * b.abs().max()

@@ -5,7 +5,7 @@ import torch
 
 from diffusion.plan import streams
 from diffusion.plan.build import plan
-from diffusion.plan.execute import launch_reference
+from diffusion.plan.calls.table import launch_reference
 from diffusion.plan.graph import FREE
 from diffusion.plan.moves import BESIDE, CHAIN, nodes_of
 from diffusion.plan.schedule import GROUP, SMALL, WEIGHT_GRADS

@@ -1,149 +1,183 @@
-"""Calls of norms, and of convolutions with an epilogue."""
+"""Rows of norms in parts, forward and backward."""
 
 import torch
 from torch import Tensor
 
+from triton_kernels.conv.upsampled import UpsampledFilters
+
 from ..graph import Node
-from .table import Inputs, as_filters, image, launches, many, mask_of
+from .table import Inputs, Launcher, filters, image, images, launches, many, mask_of
+
+_SUM_PROGRAMS = 128  # that take the sums of a tensor, at least
+
+
+def film(given: Inputs) -> dict[str, Tensor]:
+    return {name: given[name] for name in ("scale", "shift") if name in given}
+
+
+def _statistics(node: Node, given: Inputs) -> tuple:
+    """Sums, and what a table is made of besides."""
+    a = node.attrs
+    affine = given["weight"], given["bias"], a["eps"]
+    return tuple(many(given, "partials")), a["pixels"], a["groups"], *affine
+
+
+# --- forward --------------------------------------------------------------------------------------
 
 
 @launches("moments")
-def _moments(k, node, given):
-    return k.tensor_partials(image(given["x"]), 1)
+def _moments(run, node, given):
+    return run.kernels.tensor_partials(image(given["x"]).contiguous(), _SUM_PROGRAMS)
 
 
 @launches("norm_table")
-def _norm_table(k, node, given):
-    a = node.attrs
-    film = {name: given.get(name) for name in ("scale", "shift")}
-    return k.norm_table(
-        tuple(many(given, "partials")),
-        a["pixels"],
-        a["groups"],
-        given["weight"],
-        given["bias"],
-        a["eps"],
-        **film,
-    )
-
-
-def _two(given: Inputs) -> tuple[Tensor, Tensor | None]:
-    xs = [image(x) for x in many(given, "x")]
-    return xs[0], xs[1] if len(xs) == 2 else None
+def _norm_table(run, node, given):
+    return run.kernels.norm_table(*_statistics(node, given), **film(given))
 
 
 @launches("norm_apply")
-def _norm_apply(k, node, given):
-    x1, x2 = _two(given)
+def _norm_apply(run, node, given):
     mask = mask_of(node, given)
-    y = k.apply(x1, x2, given["table"], node.attrs["activation"], mask=mask)
+    y = run.kernels.apply(*images(given), given["table"], node.attrs["activation"], mask=mask)
     return y.view(node.out.shape)
 
 
-@launches("norm_act_grad")
-def _norm_act_grad(k, node, given):
-    x = image(torch.cat(many(given, "x"), -1))
-    da = image(given["da"])
-    dz, partials = k.activation_grad(da, x, given["table"], node.attrs["activation"])
-    return {"dz": dz.view(given["da"].shape), "partials": partials}
-
-
-@launches("norm_grad_table")
-def _norm_grad_table(k, node, given):
-    """Of what is wanted: weight, bias, scale and shift; with the partials of the input also the
-    sums of dx over pixels, `emb`."""
-    a, table = node.attrs, given["table"]
-    n, _, c = table.shape
-    rows = table.new_empty(n, (3 if "emb" in node.outputs else 2) * c)
-    total = table.new_empty(rows.shape[1])
-    made, options = {"weight": total[:c], "bias": total[c : 2 * c]}, {"rows_out": rows}
-    if "scale" in given or "shift" in given:
-        options["scale"] = given.get("scale", torch.zeros_like(table[:, 0]))
-        options |= {"weight": given["weight"], "bias": given["bias"]}
-        made |= {role: table.new_empty(n, c) for role in ("scale", "shift")}
-        options |= {f"grad_{role}_out": made[role] for role in ("scale", "shift")}
-    if "emb" in node.outputs:
-        made["emb"] = table.new_empty(n, c)
-        options |= {"input_partials": given["input_partials"], "emb_grad_out": made["emb"]}
-    sums = given["partials"], table, a["pixels"], a["groups"], None, None
-    coeff = k.norm_grad_table(*sums, **options)
-    k.bias_grad(rows, total)
-    return {"coeff": coeff, **made}
-
-
-@launches("norm_dx")
-def _norm_dx(k, node, given):
-    x1, x2 = _two(given)
-    adds = {name: image(given.get(name)) for name in ("add1", "add1_second", "add2")}
-    sums = "rows" in node.outputs or None
-    made = k.norm_dx(image(given["dz"]), x1, x2, given["coeff"], **adds, sums=sums)
-    return _shaped(node, dict(zip(("dx1", "dx2", "rows"), made, strict=True)))
-
-
-@launches("skip_dx")
-def _skip_dx(k, node, given):
-    x1, x2 = _two(given)
-    sums = "rows" in node.outputs or None
-    tensors = given["dy"], as_filters(given["weight"]), given["dz"], x1, x2, given["coeff"]
-    made = k.skip_dx(*tensors, add1=given.get("add1"), sums=sums)
-    return _shaped(node, dict(zip(("dx1", "dx2", "rows"), made, strict=True)))
-
-
-def _shaped(node: Node, made: dict[str, Tensor | None]) -> dict[str, Tensor]:
-    """What the node gives, under the shapes of its values; but rows, whose number is the kernel's
-    affair: it is their sum that counts."""
-    return {
-        role: made[role] if role == "rows" else made[role].view(value.shape)
-        for role, value in node.outputs.items()
-    }
-
-
 @launches("norm")
-def _norm(k, node, given):
-    x1, x2 = _two(given)
-    a = node.attrs
-    film = {name: given[name] for name in ("scale", "shift") if name in given}
-    y, table = k.norm_apply(
-        x1,
-        x2,
-        tuple(many(given, "partials")),
-        a["pixels"],
-        a["groups"],
-        given["weight"],
-        given["bias"],
-        a["eps"],
-        a["activation"],
-        mask=mask_of(node, given),
-        **film,
-    )
+def _norm(run, node, given):
+    how = *_statistics(node, given), node.attrs["activation"]
+    mask = mask_of(node, given)
+    y, table = run.kernels.norm_apply(*images(given), *how, mask=mask, **film(given))
     return {"y": y.view(node.out.shape), "table": table}
 
 
-@launches("conv_fused")
-def _conv_fused(k, node, given):
-    extra = tuple(zip(many(given, "extra"), many(given, "columns"), strict=True))
-    y, partials = k.conv_forward(
-        given["x"],
-        as_filters(given["weight"]),
-        given.get("bias"),
-        emb=given.get("emb"),
-        residual=given.get("residual"),
-        extra=extra,
-        extra_bias=given.get("extra_bias"),
-        stats="partials" in node.outputs,
-        width=node.attrs.get("width"),
-    )
-    return {"y": y, "partials": partials}
+@launches("norm_of_upsampled")
+def _norm_of_upsampled(run, node, given):
+    how = *_statistics(node, given), node.attrs["activation"]
+    y, (table, second), large = run.kernels.norm_apply_upsampled(*images(given), *how)
+    return {"y": y, "table": table, "second": second, "large": large}
 
 
-@launches("conv_input_grad")
-def _conv_input_grad(k, node, given):
-    dz, partials = k.conv_input_grad(
+# --- backward -------------------------------------------------------------------------------------
+
+
+@launches("norm_act_grad")
+def _norm_act_grad(run, node, given):
+    x1, x2 = images(given)
+    x = x1 if x2 is None else torch.cat((x1, x2), -1)
+    da, activation = image(given["da"]), node.attrs["activation"]
+    dz, partials = run.kernels.activation_grad(da, x, given["table"], activation)
+    return {"dz": dz.view(given["da"].shape), "partials": partials}
+
+
+@launches("conv_upsampled_dx")
+def _conv_upsampled_dx(run, node, given):
+    made = run.kernels.conv_upsampled_input_grad(
         given["dy"],
-        as_filters(given["weight"]),
-        inputs=tuple(many(given, "x")),
-        table=given["table"],
+        UpsampledFilters(given["taps"], given["rest"]),
+        inputs=images(given),
+        tables=(given["table"], given["second"]),
         activation=node.attrs["activation"],
-        mask=mask_of(node, given),
     )
-    return {"dz": dz, "partials": partials}
+    return dict(zip(("dz1", "dz2", "partials"), made, strict=True))
+
+
+def _gradients(run: Launcher, node: Node, given: Inputs) -> tuple[dict[str, Tensor], dict]:
+    """Where gradients go that follow from the sums: of weight, bias, scale and shift, and with the
+    partials of the input the sums of dx over pixels, `emb`; and the options that say so."""
+    into, has_film = dict(given.into), "scale" in given or "shift" in given
+    if run.sums is None:
+        n, _, c = given["table"].shape
+        roles = (*(("scale", "shift") if has_film else ()), *(["emb"] * ("emb" in node.outputs)))
+        into = {role: given["table"].new_empty(n, c) for role in roles}
+    options: dict = {}
+    if has_film:
+        table = given["table"]
+        scale = given["scale"] if "scale" in given else torch.zeros_like(table[:, 0])
+        options |= {"weight": given["weight"], "bias": given["bias"], "scale": scale}
+        options |= {f"grad_{role}_out": into[role] for role in ("scale", "shift")}
+    if "emb" in into or "input_bias" in into:
+        options["input_partials"] = given["input_partials"]
+        options |= {"emb_grad_out": into.get("emb"), "bias_grad_out": into.get("input_bias")}
+    return into, options
+
+
+@launches("norm_grad_table")
+def _norm_grad_table(run, node, given):
+    a, (into, options) = node.attrs, _gradients(run, node, given)
+    tensors = given["partials"], given["table"], a["pixels"], a["groups"]
+    if run.sums is not None:
+        grads = into.get("weight"), into.get("bias")
+        return {"coeff": run.kernels.norm_grad_table(*tensors, *grads, sums=run.sums, **options)}
+    n, _, c = given["table"].shape
+    rows = given["table"].new_empty(n, (3 if "emb" in into else 2) * c)
+    total = rows.new_empty(rows.shape[1])
+    coeff = run.kernels.norm_grad_table(*tensors, None, None, rows_out=rows, **options)
+    run.kernels.bias_grad(rows, total)
+    return {"coeff": coeff, "weight": total[:c], "bias": total[c : 2 * c]} | into
+
+
+@launches("norm_dx")
+def _norm_dx(run, node, given):
+    options = {name: image(given.get(name)) for name in ("add1", "add1_second", "add2")}
+    options |= {"sums": _rows(run, node), "upsample1": node.attrs.get("upsample1", False)}
+    tensors = image(given["dz"]), *images(given), given["coeff"]
+    return _shaped(node, run.kernels.norm_dx(*tensors, **options))
+
+
+@launches("skip_dx")
+def _skip_dx(run, node, given):
+    options = {name: given.get(name) for name in ("add1", "dz2")}
+    options |= {"sums": _rows(run, node), "upsample1": node.attrs.get("upsample1", False)}
+    tensors = given["dy"], filters(given["weight"]), given["dz"], *images(given), given["coeff"]
+    return _shaped(node, run.kernels.skip_dx(*tensors, **options))
+
+
+@launches("norm_backward")
+def _norm_backward(run, node, given):
+    a, (into, options) = node.attrs, _gradients(run, node, given)
+    options |= {name: given.get(name) for name in ("add1", "add1_second")}
+    options |= {"rows": "rows" in node.outputs, "upsample1": a.get("upsample1", False)}
+    options |= {"out": given.get(a.get("over")), "sums": run.sums}
+    tensors = (given[role] for role in ("dz", "x0", "partials", "table"))
+    grads = into.get("weight"), into.get("bias")
+    dx, rows = run.kernels.norm_backward(*tensors, a["groups"], *grads, **options)
+    return {"dx1": dx, "rows": rows}
+
+
+@launches("skip_backward")
+def _skip_backward(run, node, given):
+    a, into = node.attrs, given.into
+    options = {name: given.get(name) for name in ("add1", "dz2")}
+    options |= {"sums": run.sums, "upsample1": a.get("upsample1", False)}
+    tensors = given["dy"], filters(given["weight"]), given["dz"], *images(given)
+    norm = given["partials"], given["table"], a["groups"], into.get("weight"), into.get("bias")
+    return _shaped(node, run.kernels.skip_backward(*tensors, *norm, **options))
+
+
+def _rows(run: Launcher, node: Node):
+    return run.rows_of(node) if "rows" in node.outputs else None
+
+
+def _shaped(node: Node, made: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:
+    """What the node gives, under the shapes of its values; but rows, whose number is the kernel's
+    affair: it is their sum that counts."""
+    named = dict(zip(("dx1", "dx2", "rows"), made, strict=True))
+    return {
+        role: x if x is None or role == "rows" else x.view(node.outputs[role].shape)
+        for role, x in named.items()
+        if role in node.outputs
+    }
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+@launches("row_sums")
+def _row_sums(run, node, given):
+    return run.kernels.tensor_rows(given["x"], run.sums)
+
+
+@launches("bias_grad")
+def _bias_grad(run, node, given):
+    run.kernels.bias_grad(given["rows"], given.into["y"], accumulate=True, sums=run.sums)
+    return {}

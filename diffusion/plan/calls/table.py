@@ -1,29 +1,140 @@
-"""`LAUNCHES` has one entry per op: its call of a module of kernels, which is either
-`triton_kernels.fused_ops` or `triton_kernels.reference.fused`, with the same names."""
+"""`LAUNCHES` has one row per op: how it calls a module of kernels. Every plan runs by it, on a GPU
+on `triton_kernels.fused_ops` (or that in TF32 or float32), on a CPU on its reference, which has
+the same names. The rules for where plans differ:
 
-from collections.abc import Callable
-from types import ModuleType
+- Gradients and sums over rows. In a training step they have places in the flat gradient
+  (`Inputs.into`), and sums are added up together (`Launcher.sums`). Elsewhere they are tensors.
+- Shapes that the fused kernels lack (strides, rows that are no images, float32 without TF32) go to
+  the public ops of `Launcher.public`, and what these lack to PyTorch.
+- The reference computes in float32 or more what has 16 bits, unless it stands for a step.
+- float64 on a GPU is PyTorch's.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 
+import triton_kernels
+from triton_kernels import fused_ops, reference
+from triton_kernels.fused_float32 import in_float32
 from triton_kernels.noise.dropout import Mask
+from triton_kernels.reductions.row_sums import RowSums
+from triton_kernels.reference import fused
 
-from ..graph import Node
+from ..graph import Node, Value
 
-Inputs = dict[str, Any]
-LAUNCHES: dict[str, Callable[[ModuleType, Node, Inputs], Any]] = {}
+Kernels = ModuleType | SimpleNamespace
 
 
-def launches(op: str) -> Callable[[Callable], Callable]:
+class Inputs(dict[str, Any]):
+    """What a node reads, by role; and the places of those of its results that have one."""
+
+    into: dict[str, Tensor]
+
+
+LAUNCHES: dict[str, Callable[["Launcher", Node, Inputs], Any]] = {}
+BY_PYTORCH: set[str] = set()  # ops of which no row calls a kernel of ours
+
+
+def launches(*ops: str) -> Callable[[Callable], Callable]:
+    """A row: a function of the launcher, the node and its inputs, which returns its first result or
+    all by role."""
+
     def register(function: Callable) -> Callable:
-        LAUNCHES[op] = function
+        LAUNCHES.update(dict.fromkeys(ops, function))
         return function
 
     return register
 
 
-def many(inputs: Inputs, role: str) -> list[Tensor]:
+def by_pytorch(*ops: str) -> Callable[[Callable], Callable]:
+    """A row that calls PyTorch's kernels."""
+    BY_PYTORCH.update(ops)
+    return launches(*ops)
+
+
+@dataclass
+class Launcher:
+    """Launches nodes on a module of kernels."""
+
+    kernels: Kernels
+    public: ModuleType = triton_kernels  # the public ops
+    widens: bool = False  # 16 bits to float32
+    sums: RowSums | None = None  # of the flat gradient; None: gradients are tensors of their own
+    accumulates: bool = True  # gradients of filters are added to what is in their places
+    first: int = 0  # global index of sample 0, in this call
+
+    def __call__(self, node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+        """What the node makes, but for what it writes to a place."""
+        if self.kernels is fused_ops and any(
+            value.dtype == torch.float64 for value in node.outputs.values()
+        ):
+            return launch_reference(node, values)
+        given = Inputs((role, self._read(values[value])) for role, value in node.inputs.items())
+        placed = node.outputs.items() if self.sums is not None else ()
+        given.into = {role: values[value] for role, value in placed if value in values}
+        if "rng" in given:
+            given["first"] = node.attrs["first"] + self.first
+        made = LAUNCHES[node.op](self, node, given)
+        made = made if isinstance(made, dict) else {next(iter(node.outputs)): made}
+        wanted = {role: value for role, value in node.outputs.items() if role not in given.into}
+        found = {v: made[role] for role, v in wanted.items() if made.get(role) is not None}
+        if self.sums is not None:  # whose rows are float32, whatever the trace said of their sums
+            return found
+        return {value: x.to(value.dtype) for value, x in found.items()}
+
+    def _read(self, x: Tensor) -> Tensor:
+        return x.float() if self.widens and x.dtype in (torch.bfloat16, torch.float16) else x
+
+    def of(self, node: Node) -> Kernels:
+        """The kernels in the precision of a node, of a plan in which some products are in TF32."""
+        return self.kernels if node.tf32 else self._exact
+
+    def rows_of(self, node: Node) -> RowSums | bool:
+        """Where a launch keeps rows of sums: with others', or, if they are asked for, in a tensor
+        of their own."""
+        return "rows" in node.outputs if self.sums is None else self.sums
+
+    @cached_property
+    def _exact(self) -> Kernels:
+        return in_float32(fused_ops) if self.kernels is fused_ops else self.kernels
+
+    def weights(self, nodes: list[Node], values: Mapping[Value, Tensor], share: float) -> None:
+        """Gradients of weights of one size, over images of one size, in one launch."""
+        group = [(*_operands(node, values), as_filters(values[node.out])) for node in nodes]
+        self.kernels.conv_weight_grads(*group, accumulate=self.accumulates, share=share)
+
+    def weight(self, node: Node, values: Mapping[Value, Tensor]) -> None:
+        """One, of any kind."""
+        tensors = *_operands(node, values), as_filters(values[node.out])
+        options = {}
+        if node.attrs.get("stride", (1, 1)) != (1, 1):
+            options = {"stride": node.attrs["stride"][0], "padding": node.attrs["padding"][0]}
+        self.kernels.conv_weight_grad(*tensors, accumulate=self.accumulates, **options)
+
+
+def _operands(node: Node, values: Mapping[Value, Tensor]) -> tuple[Tensor, Tensor]:
+    return values[node.inputs["x"]], values[node.inputs["dy"]]
+
+
+launch_kernels = Launcher(fused_ops)
+launch_reference = Launcher(fused, reference, widens=True)
+
+
+def launcher_of(kernels: ModuleType) -> Launcher:
+    """What launches nodes of plans other than a step's."""
+    return launch_kernels if kernels is fused_ops else Launcher(kernels, reference, widens=True)
+
+
+# --- of inputs ------------------------------------------------------------------------------------
+
+
+def many(inputs: Mapping[str, Any], role: str) -> list[Any]:
     """inputs role0, role1, ..."""
     return [v for k, v in inputs.items() if k.startswith(role) and k[len(role) :].isdigit()]
 
@@ -31,6 +142,12 @@ def many(inputs: Inputs, role: str) -> list[Tensor]:
 def image(x: Tensor | None) -> Tensor | None:
     """[N, ..., C] as [N, H, W, C]"""
     return x if x is None or x.ndim == 4 else x.reshape(x.shape[0], 1, -1, x.shape[-1])
+
+
+def images(given: Inputs) -> tuple[Tensor, Tensor | None]:
+    """The one or two tensors that a norm is of."""
+    xs = [image(x) for x in many(given, "x")]
+    return xs[0], xs[1] if len(xs) == 2 else None
 
 
 def as_filters(weight: Tensor) -> Tensor:
@@ -44,10 +161,19 @@ def filters(weight: Tensor) -> Tensor:
     return inner.contiguous().permute(0, 3, 1, 2)
 
 
+def bias_of(given: Inputs) -> Tensor:
+    """The bias, or zeros."""
+    bias, weight = given.get("bias"), given["weight"]
+    zeros = {"dtype": torch.float32, "device": weight.device}
+    return torch.zeros(weight.shape[0], **zeros) if bias is None else bias
+
+
+def extra(given: Inputs) -> tuple[tuple[Tensor, Tensor], ...]:
+    """The 1x1 convolutions that are added: images and filters."""
+    return tuple(zip(many(given, "extra"), many(given, "columns"), strict=True))
+
+
 def mask_of(node: Node, given: Inputs) -> Mask | None:
     """What the fused kernels drop by, or None."""
-    if "rng" not in given:
-        return None
     a = node.attrs
-    first = given.get("first", a["first"])  # of the call, where it changes from call to call
-    return Mask(a["p"], given["rng"], a["layer"], first)
+    return Mask(a["p"], given["rng"], a["layer"], given["first"]) if "rng" in given else None

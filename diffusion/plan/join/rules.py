@@ -30,7 +30,6 @@ from triton_kernels.runtime.device import Device
 from ..dry_run import nothing_launched
 from ..graph import Graph, Value
 from ..schedule import fixed_nodes
-from . import launches  # noqa: F401  it registers them
 from .attention import attention
 from .conv import conv, linear
 from .norm import norm

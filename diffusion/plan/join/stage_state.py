@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triton_kernels.runtime.device import Device
 
-from ..execute import launch_reference
+from ..calls.table import launch_reference
 from ..graph import Graph, Node, PlanError, Value
 from .film import Films
 

@@ -20,11 +20,10 @@ from torch import Tensor
 
 from triton_kernels.runtime.device import Device
 
+from ..calls.table import launcher_of
 from ..dry_run import DryRun, nothing_launched
 from ..graph import Graph, PlanError, Value
-from ..on_gpu import launcher_of
 from ..schedule import fixed_nodes
-from . import stage_launches  # noqa: F401  it registers them
 from .film import films
 from .stage_rules import RULES
 from .stage_state import Stages

@@ -19,11 +19,11 @@ from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
 from ...models.unet1d import UNet1d
 from ...runtime.backend import Backend
+from ..calls.table import Launcher
 from ..embedding import EmbeddingLayers, Step
 from ..execute import Streams
 from ..graph import Value
 from ..moves import Move
-from .calls import Launcher
 from .others import TrainingNetwork
 from .places import EMB
 from .plan import StepPlan, step_plan
@@ -85,7 +85,7 @@ class TrainingUNet:
         self.low = flat.views(flat.low(backend.dtype, backend.allow_tf32))
         self.streams = Streams(flat.param.device, others=2)
         self.sums = kernels.RowSums(flat.grad)
-        self.launcher = Launcher(kernels, self.sums)
+        self.launcher = Launcher(kernels, sums=self.sums)
         self.embedding = EmbeddingLayers(model, flat, kernels)
         self._rest_of_grad = flat.grad[flat.filters_end :]
         self._ends = {

@@ -62,11 +62,11 @@ def conv_input_grad(dy, weight, *, inputs, table, activation, mask=None):
 def conv_weight_grad(x, dy, out, *, accumulate=False, stride=1, padding=None):
     """The gradient of weight in y = conv(x), into or added to `out` [CO, CI, R, S]. Channels of x
     and dy behind those of the filters do not count, and the image ends where dy wants it to."""
-    co, ci, r, _ = out.shape
+    co, ci, r, s = out.shape
     x = x[..., :ci].contiguous()
     with torch.enable_grad():
         weight = torch.zeros_like(out).requires_grad_()
-        y = _conv(x, weight, None, stride, r // 2 if padding is None else padding)
+        y = _conv(x, weight, None, stride, (r // 2, s // 2) if padding is None else padding)
     put(out, torch.autograd.grad(y, weight, dy[..., :co])[0], accumulate)
 
 

@@ -1,4 +1,4 @@
-"""Launches of the nodes that `stages` makes: one call each."""
+"""Rows of what `join.stages` makes of networks over short rows of positions."""
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,8 @@ from triton_kernels.conv1d.conv1d import (
 )
 from triton_kernels.tf32 import rounded_to_tf32
 
-from ..calls.table import Inputs, launches, many
 from ..graph import Node
+from .table import Inputs, launches, many
 
 
 def _multiplied(node: Node, weight: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def _multiplied(node: Node, weight: Tensor) -> Tensor:
 
 
 @launches("film_weights")
-def _film_weights(k, node, given):
+def _film_weights(run, node, given):
     weight = _multiplied(node, torch.cat(many(given, "weight")))  # [F, all that the parts have]
     parts = weight.split(node.attrs["widths"], dim=1)
     padded = [F.pad(w, (0, -w.shape[1] % PROJECT_BLOCK)).contiguous() for w in parts]
@@ -35,19 +35,19 @@ def _film_weights(k, node, given):
 
 
 @launches("project")
-def _project(k, node, given):
-    return k.project(given["z"], given["weight"], given.get("bias"), allow_tf32=node.tf32)
+def _project(run, node, given):
+    return run.kernels.project(given["z"], given["weight"], given.get("bias"), allow_tf32=node.tf32)
 
 
 @launches("stem_weights")
-def _stem_weights(k, node, given):
+def _stem_weights(run, node, given):
     weight = given["weight"]
     taps = weight[:, :, None] if weight.ndim == 2 else weight[:, :, 0]
     return taps.permute(1, 2, 0).contiguous()
 
 
 @launches("stage_weights")
-def _stage_weights(k, node, given):
+def _stage_weights(run, node, given):
     a, weight, side = node.attrs, given["weight"][:, :, 0], given.get("side")
     if a["transposed"]:  # [2C, C, 3], of which a tap is zero, as [C, C, 4]: see `pack_conv`
         even, odd = weight.chunk(2)
@@ -86,10 +86,10 @@ def _activation(node: Node, given: Inputs) -> Activation:
 
 
 @launches("stage")
-def _stage(k, node, given):
+def _stage(run, node, given):
     a, activation = node.attrs, _activation(node, given)
     taps = (a[key] for key in ("taps", "stride", "transposed", "side", "widest"))
-    made = k.conv_stage(
+    made = run.kernels.conv_stage(
         activation,
         Conv(given["weight"], *taps, given.get("by_tap")),
         skip=given.get("skip"),
@@ -101,5 +101,5 @@ def _stage(k, node, given):
 
 
 @launches("head")
-def _head(k, node, given):
-    return k.head(_activation(node, given), given["weight"], given["head_bias"])[:, None]
+def _head(run, node, given):
+    return run.kernels.head(_activation(node, given), given["weight"], given["head_bias"])[:, None]

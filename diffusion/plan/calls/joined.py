@@ -1,4 +1,4 @@
-"""Launches of the nodes that `join` makes: one call of a module of kernels each."""
+"""Rows of what `join` makes of an evaluation, and of convolutions after upsampling."""
 
 import torch
 from torch import Tensor
@@ -7,26 +7,18 @@ from triton_kernels.conv.conv_norm import NextNorm
 from triton_kernels.conv.plain.split_k import SplitConv
 from triton_kernels.conv.upsampled import UpsampledFilters
 
-from ..calls.table import Inputs, filters, launches, many
-
-
-def _bias(given: Inputs) -> Tensor:
-    bias = given.get("bias")
-    return given["weight"].new_zeros(given["weight"].shape[0]).float() if bias is None else bias
+from .norms import film
+from .table import Inputs, bias_of, extra, filters, launches, many
 
 
 def _terms(given: Inputs) -> dict:
     """What is added in an epilogue, beside the bias."""
     terms = {role: given.get(role) for role in ("emb", "residual", "extra_bias")}
-    return terms | {"extra": _extra(given)}
-
-
-def _extra(given: Inputs) -> tuple[tuple[Tensor, Tensor], ...]:
-    return tuple(zip(many(given, "extra"), many(given, "columns"), strict=True))
+    return terms | {"extra": extra(given)}
 
 
 def _conv(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    return given["x"], filters(given["weight"]), _bias(given)
+    return given["x"], filters(given["weight"]), bias_of(given)
 
 
 def _affine(node, given: Inputs) -> tuple:
@@ -35,26 +27,22 @@ def _affine(node, given: Inputs) -> tuple:
     return a["groups"], given["norm_weight"], given["norm_bias"], a["eps"]
 
 
-def _film(given: Inputs) -> dict[str, Tensor]:
-    return {name: given[name] for name in ("scale", "shift") if name in given}
-
-
 def _rows(given: Inputs) -> Tensor:  # [CO, CI]
     return filters(given["weight"])[:, :, 0, 0]
 
 
 @launches("conv_few")
-def _conv_few(k, node, given):
+def _conv_few(run, node, given):
     terms = {key: value for key, value in _terms(given).items() if value is not None}
     options = {"width": node.attrs["width"]} if "width" in node.attrs else {}
     stats = "partials" in node.outputs
-    y, partials = k.conv_few(*_conv(given), **terms, stats=stats, **options)
+    y, partials = run.kernels.conv_few(*_conv(given), **terms, stats=stats, **options)
     return {next(iter(node.outputs)): y.view(node.out.shape), "partials": partials}
 
 
 @launches("conv_split")
-def _conv_split(k, node, given):
-    return k.conv_split(given["x"], filters(given["weight"]), extra=_extra(given))
+def _conv_split(run, node, given):
+    return run.kernels.conv_split(given["x"], filters(given["weight"]), extra=extra(given))
 
 
 def _split(node, given: Inputs, prefix: str = "", shape=None) -> SplitConv:
@@ -69,24 +57,24 @@ def _split(node, given: Inputs, prefix: str = "", shape=None) -> SplitConv:
 
 
 @launches("sum_parts")
-def _sum_parts(k, node, given):
-    y, partials = k.sum_parts(_split(node, given))
+def _sum_parts(run, node, given):
+    y, partials = run.kernels.sum_parts(_split(node, given))
     return {"y": y, "partials": partials}
 
 
 @launches("resample_parts")
-def _resample_parts(k, node, given):
-    y, resampled, partials = k.resample_parts(_split(node, given), node.attrs["up"])
+def _resample_parts(run, node, given):
+    y, resampled, partials = run.kernels.resample_parts(_split(node, given), node.attrs["up"])
     return {"y": y, "resampled": resampled, "partials": partials}
 
 
 @launches("norm_single_cta")
-def _norm_single_cta(k, node, given):
+def _norm_single_cta(run, node, given):
     a, pool = node.attrs, node.attrs.get("pool", False)
     source = _split(node, given, "sum_") if "parts" in given else given["x0"]
     norm = a["groups"], given["weight"], given["bias"], a["eps"], a["activation"]
     options = {"pool": True} if pool else {"keep": "x" in node.outputs or "parts" not in given}
-    y, x = k.norm_single_cta(source, given.get("x1"), *norm, **_film(given), **options)
+    y, x = run.kernels.norm_single_cta(source, given.get("x1"), *norm, **film(given), **options)
     return {"y": y, "x": x}
 
 
@@ -97,14 +85,16 @@ def _sums(node, given: Inputs) -> tuple:
 
 
 @launches("norm_of_sums")
-def _norm_of_sums(k, node, given):
-    return k.norm_of_sums(*_sums(node, given), **_film(given))
+def _norm_of_sums(run, node, given):
+    return run.kernels.norm_of_sums(*_sums(node, given), **film(given))
 
 
 @launches("norm_upsampled")
-def _norm_upsampled(k, node, given):
+def _norm_upsampled(run, node, given):
     corners, keep = node.attrs.get("corners", False), "large" in node.outputs
-    made = k.norm_of_sums_upsampled(*_sums(node, given), **_film(given), corners=corners, keep=keep)
+    made = run.kernels.norm_of_sums_upsampled(
+        *_sums(node, given), **film(given), corners=corners, keep=keep
+    )
     return dict(zip(("y", "large"), made, strict=True))
 
 
@@ -115,14 +105,14 @@ def _next_norm(node, given: Inputs) -> NextNorm:
 
 
 @launches("conv_norm")
-def _conv_norm(k, node, given):
+def _conv_norm(run, node, given):
     then = _next_norm(node, given)
-    y, partials, a = k.conv_norm(*_conv(given), then, **_terms(given), x2=given.get("x2"))
+    y, partials, a = run.kernels.conv_norm(*_conv(given), then, **_terms(given), x2=given.get("x2"))
     return {"a": a, "y": y, "partials": partials}
 
 
 @launches("conv_norm_grid_sync")
-def _conv_meeting(k, node, given):
+def _conv_meeting(run, node, given):
     """Its programs synchronise through zeroed words of `zeros`. Their number is known from a dry
     run, where there are none yet."""
     taken = []
@@ -137,7 +127,7 @@ def _conv_meeting(k, node, given):
 
     then = _next_norm(node, given)
     options = {"x2": given["x2"]} if "x2" in given else {}
-    y, partials, a = k.conv_norm_grid_sync(
+    y, partials, a = run.kernels.conv_norm_grid_sync(
         *_conv(given), then, **_terms(given), **options, zeros=take
     )
     if "words" not in node.attrs:
@@ -146,57 +136,65 @@ def _conv_meeting(k, node, given):
 
 
 @launches("conv_means")
-def _conv_means(k, node, given):
-    y, partials, (means, sums) = k.conv_means(*_conv(given), **_terms(given))
+def _conv_means(run, node, given):
+    y, partials, (means, sums) = run.kernels.conv_means(*_conv(given), **_terms(given))
     return {"y": y, "partials": partials, "means": means, "sums": sums}
 
 
 @launches("norm_conv")
-def _norm_conv(k, node, given):
+def _norm_conv(run, node, given):
     x, weight, bias = _conv(given)
     norm = *_affine(node, given), node.attrs["activation"]
     means = {"means": True} if "means" in node.outputs else {}
-    made = k.norm_conv(
-        x, given["partials0"], *norm, weight, bias, **_film(given), **_terms(given), **means
+    made = run.kernels.norm_conv(
+        x, given["partials0"], *norm, weight, bias, **film(given), **_terms(given), **means
     )  # fmt: skip
     found = {next(iter(node.outputs)): made[0], "partials": made[1]}
     return found | (dict(zip(("means", "sums"), made[2], strict=True)) if means else {})
 
 
 @launches("norm_conv_of_two")
-def _norm_conv_of_two(k, node, given):
+def _norm_conv_of_two(run, node, given):
     norm = *_affine(node, given), node.attrs["activation"]
     xs, sums = many(given, "x"), tuple(many(given, "partials"))
-    weight = filters(given["weight"]), _bias(given)
-    y, partials = k.norm_conv_of_two(*xs, sums, *norm, *weight, emb=given.get("emb"))
+    weight = filters(given["weight"]), bias_of(given)
+    y, partials = run.kernels.norm_conv_of_two(*xs, sums, *norm, *weight, emb=given.get("emb"))
     return {"y": y, "partials": partials}
 
 
 @launches("upsampled_filters")
-def _upsampled_filters(k, node, given):
+def _upsampled_filters(run, node, given):
     a = node.attrs
-    made = k.upsampled_filters(filters(given["weight"]), a["channels"], a["dtype"])
+    made = run.kernels.upsampled_filters(filters(given["weight"]), a["channels"], a["dtype"])
     return dict(zip(("taps", "rest"), made, strict=True))
 
 
-@launches("conv_of_upsampled")
-def _conv_of_upsampled(k, node, given):
+@launches("conv_of_upsampled_dx")
+def _conv_of_upsampled_dx(run, node, given):
     taps = UpsampledFilters(given["taps"], given["rest"])
-    y, partials = k.conv_of_upsampled(given["x"], taps, given["bias"])
+    return run.kernels.conv_of_upsampled_input_grad(given["dy"], taps)
+
+
+@launches("conv_of_upsampled")
+def _conv_of_upsampled(run, node, given):
+    taps = UpsampledFilters(given["taps"], given["rest"])
+    y, partials = run.kernels.conv_of_upsampled(given["x"], taps, given["bias"])
     return {"y": y, "partials": partials}
 
 
 @launches("conv_upsampled")
-def _conv_upsampled(k, node, given):
+def _conv_upsampled(run, node, given):
     taps = UpsampledFilters(given["taps"], given["rest"])
-    y, partials = k.conv_upsampled(given["a"], taps, given["bias"], emb=given.get("emb"))
+    y, partials = run.kernels.conv_upsampled(given["a"], taps, given["bias"], emb=given.get("emb"))
     return {"y": y, "partials": partials}
 
 
 @launches("projected_attention")
-def _projected_attention(k, node, given):
+def _projected_attention(run, node, given):
     a, x, norm = node.attrs, given["x"].flatten(1, 2), None
     if "partials0" in given:
         norm = given["partials0"], a["pixels"], *_affine(node, given)
-    o = k.projected_attention(x, norm, _rows(given), _bias(given), a["heads"], a["order"])
+    o = run.kernels.projected_attention(
+        x, norm, _rows(given), bias_of(given), a["heads"], a["order"]
+    )
     return o.view(node.out.shape)

@@ -1,0 +1,84 @@
+"""Rows of images: resampling, padding and dropout, and norms that are not split into parts."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .table import by_pytorch, image, launches
+
+HALF = (2, 2)  # pixels of a block, which the kernels have; PyTorch computes other blocks
+
+
+@launches("upsample")
+def _upsample(run, node, given):
+    fy, fx = node.attrs["factor"]
+    if (fy, fx) == HALF:
+        return run.kernels.upsample(given["x"])
+    return given["x"].repeat_interleave(fy, 1).repeat_interleave(fx, 2)
+
+
+def _blocks(x: Tensor, window: tuple[int, int]) -> Tensor:
+    """[N, H, W, C] as [N, H / y, y, W / x, x, C], without what is left over."""
+    n, h, w, c = x.shape
+    y, z = window
+    return x[:, : h // y * y, : w // z * z].reshape(n, h // y, y, w // z, z, c)
+
+
+@launches("avg_pool")
+def _avg_pool(run, node, given):
+    x, window = given["x"], node.attrs["window"]
+    if window == HALF and not (x.shape[1] % 2 or x.shape[2] % 2):
+        return run.kernels.avg_pool(x)
+    return _blocks(x, window).mean((2, 4))
+
+
+@launches("sum_pool")
+def _sum_pool(run, node, given):
+    if node.attrs["window"] == HALF:
+        return run.kernels.upsample_grad(given["x"])
+    return _blocks(given["x"], node.attrs["window"]).sum((2, 4))
+
+
+@launches("avg_pool_grad")
+def _avg_pool_grad(run, node, given):
+    sums = run.sums if "rows" in node.outputs else None
+    dx, rows = run.kernels.avg_pool_grad(given["dy"], given.get("add"), sums)
+    return {"y": dx, "rows": rows}
+
+
+@launches("pad_channels")
+def _pad_channels(run, node, given):
+    return run.kernels.pad_channels(given["x"], node.out.shape[-1], node.out.dtype)
+
+
+@by_pytorch("pad")
+def _pad(run, node, given):
+    """In a step, which pads filters each time, by a kernel, in their memory."""
+    if run.sums is not None:
+        weight, width = given["x"].permute(0, 2, 3, 1), node.out.shape[1]
+        return run.kernels.pad_channels(weight, width, node.out.dtype).permute(0, 3, 1, 2)
+    return F.pad(given["x"], [n for pair in reversed(node.attrs["pads"]) for n in pair])
+
+
+@launches("dropout")
+def _dropout(run, node, given):
+    a, x = node.attrs, given["x"]
+    if "rng" in given:
+        drawn = a["p"], given["rng"]
+        y = run.public.dropout(image(x), *drawn, layer=a["layer"], first=given["first"])
+        return y.view(x.shape)
+    if a["p"] == 1:
+        mask = torch.zeros_like(x)
+    else:
+        mask = torch.empty_like(x).bernoulli_(1 - a["p"]).div_(1 - a["p"])
+    return {"y": x * mask, "mask": mask}
+
+
+@launches("group_norm")
+def _group_norm(run, node, given):
+    """Of a graph as it was traced; `norms` splits them."""
+    x, a = given["x"], node.attrs
+    options = {name: given.get(name) for name in ("scale", "shift")}
+    options |= {"eps": a["eps"], "activation": a["activation"]}
+    affine = given.get("weight"), given.get("bias")
+    return run.public.group_norm(image(x), a["groups"], *affine, **options).view(x.shape)

@@ -1,0 +1,262 @@
+"""Rows of convolutions, linear layers and attention, and of their gradients."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..graph import PARTS, Node, Value
+from ..schedule import WEIGHT_GRADS
+from .pytorch import leaf
+from .table import (
+    Inputs,
+    Launcher,
+    as_filters,
+    bias_of,
+    extra,
+    filters,
+    launches,
+    many,
+    mask_of,
+)
+
+# --- convolutions and linear layers ---------------------------------------------------------------
+
+
+def _conv2d(
+    run: Launcher,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int, int, int] = (0,) * 4,
+    tf32: bool = True,
+) -> Tensor:
+    """The public op, of any shape; other strides along the rows than across them are PyTorch's."""
+    y0, y1, x0, x1 = padding
+    if (y0, x0) != (y1, x1):
+        x, y0, x0 = F.pad(x, (0, 0, x0, x1, y0, y1)), 0, 0
+    if stride[0] != stride[1]:
+        bias = None if bias is None else bias.to(x.dtype)
+        y = F.conv2d(x.permute(0, 3, 1, 2), weight.to(x.dtype), bias, stride, (y0, x0))
+        return y.permute(0, 2, 3, 1).contiguous()
+    weight, bias = filters(weight), None if bias is None else bias.contiguous()
+    options = {"stride": stride[0], "padding": (y0, x0), "allow_tf32": tf32}
+    return run.public.conv2d(x.contiguous(), weight, bias, **options)
+
+
+def _is_fused(node: Node, weight: Value) -> bool:
+    """Whether a gradient is one of the fused kernels', which keep the size of images, and multiply
+    float32 in TF32."""
+    r, s = weight.shape[2:] or (1, 1)
+    same = (r // 2, r // 2, s // 2, s // 2) if r % 2 and s % 2 else None
+    shape = node.attrs.get("stride", (1, 1)), node.attrs.get("padding", same)
+    return node.tf32 and shape == ((1, 1), same)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., C] as an image of one row."""
+    return x if x.ndim == 4 else x.reshape(1, 1, -1, x.shape[-1])
+
+
+@launches("conv")
+def _conv(run, node, given):
+    operands = given["x"], given["weight"], given.get("bias")
+    return _conv2d(run, *operands, **node.attrs, tf32=node.tf32)
+
+
+@launches("linear")
+def _linear(run, node, given):
+    x, weight = given["x"], given["weight"]
+    if x.ndim == 4 and node.tf32:
+        return run.kernels.conv_forward(x, filters(weight), bias_of(given))[0]
+    y = _conv2d(run, _rows(x), as_filters(weight), given.get("bias"), tf32=node.tf32)
+    return y.view(node.out.shape)
+
+
+@launches("conv_fused")
+def _conv_fused(run, node, given):
+    y, partials = run.kernels.conv_forward(
+        given["x"],
+        filters(given["weight"]),
+        bias_of(given),
+        emb=given.get("emb"),
+        residual=given.get("residual"),
+        extra=extra(given),
+        extra_bias=given.get("extra_bias"),
+        stats="partials" in node.outputs,
+        width=node.attrs.get("width"),
+    )
+    return {"y": y, "partials": partials}
+
+
+@launches("conv_down")
+def _conv_down(run, node, given):
+    tensors = given["x"], given["weight"], given["bias"]
+    return run.kernels.conv_down(*tensors, node.attrs["padding"])
+
+
+# --- their gradients ------------------------------------------------------------------------------
+
+
+def _by_autograd(
+    run: Launcher, node: Node, x: Tensor, weight: Tensor, dy: Tensor, of_weight: bool
+) -> Tensor:
+    """A gradient of the public op, of any shape."""
+    with torch.enable_grad():
+        asked = leaf(filters(weight) if of_weight else x)
+        operands = (x, asked) if of_weight else (asked, weight)
+        y = _conv2d(run, *operands, None, **node.attrs, tf32=node.tf32)
+    return torch.autograd.grad(y, asked, dy.contiguous())[0]
+
+
+@launches("conv_dx")
+def _conv_dx(run, node, given):
+    dy, weight = given["dy"], given["weight"]
+    if _is_fused(node, node.inputs["weight"]):
+        return run.kernels.conv_plain_input_grad(dy, filters(weight))
+    x = torch.empty(node.out.shape, dtype=dy.dtype, device=dy.device)
+    return _by_autograd(run, node, x, weight, dy, of_weight=False)
+
+
+@launches("linear_dx")
+def _linear_dx(run, node, given):
+    dy, weight = given["dy"], given["weight"]
+    if dy.ndim == 4 and node.tf32:
+        return run.kernels.conv_plain_input_grad(dy, filters(weight))
+    return _conv2d(run, _rows(dy), as_filters(weight.T), None, tf32=node.tf32).view(node.out.shape)
+
+
+@launches("conv_input_grad")
+def _conv_input_grad(run, node, given):
+    dz, partials = run.kernels.conv_input_grad(
+        given["dy"],
+        filters(given["weight"]),
+        inputs=tuple(many(given, "x")),
+        table=given["table"],
+        activation=node.attrs["activation"],
+        mask=mask_of(node, given),
+    )
+    return {"dz": dz, "partials": partials}
+
+
+@launches("conv_down_dx")
+def _conv_down_dx(run, node, given):
+    padding, add = node.attrs["padding"], given.get("add")
+    return run.kernels.conv_down_input_grad(given["dy"], given["weight"], padding, add)
+
+
+@launches(*WEIGHT_GRADS)
+def _weight_grad(run, node, given):
+    """Of a step they are launched in groups, by `Launcher.weights`, into their places."""
+    x, dy = _rows(given["x"]).contiguous(), _rows(given["dy"]).contiguous()
+    co, ci, *size = node.out.shape
+    r, s = size or (1, 1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = torch.empty((co, r, s, ci), dtype=wide, device=x.device).permute(0, 3, 1, 2)
+    if _is_fused(node, node.out):
+        run.kernels.conv_weight_grad(x, dy, out)
+    else:
+        out = _by_autograd(run, node, x, torch.zeros_like(out, dtype=x.dtype), dy, of_weight=True)
+    return out.reshape(node.out.shape)
+
+
+# --- attention ------------------------------------------------------------------------------------
+
+
+def _usual_scale(node: Node) -> bool:
+    """Whether it is 1 / sqrt(d), as of the kernels; others are PyTorch's."""
+    values = node.inputs
+    d = (values.get("qkv", values.get("q")).shape[-1]) // node.attrs["heads"]
+    d = d // 3 if "qkv" in values else d
+    return abs(node.attrs["scale"] * d**0.5 - 1) < 1e-6
+
+
+def _is_of_itself(given: Inputs) -> bool:
+    """Whether keys are of the same positions as queries, and all are seen."""
+    if "qkv" in given:
+        return True
+    return "k" in given and "mask" not in given and given["k"].shape == given["q"].shape
+
+
+def _packed(given: Inputs) -> Tensor:  # [N, T, 3C]
+    qkv = given["qkv"] if "qkv" in given else torch.cat([given[role] for role in "qkv"], -1)
+    return qkv.flatten(1, -2)
+
+
+def _apart(given: Inputs) -> tuple[Tensor, Tensor]:  # [N, T, C], [N, L, 2C]
+    kv = given["kv"] if "kv" in given else torch.cat((given["k"], given["v"]), -1)
+    return given["q"].flatten(1, -2), kv.flatten(1, -2)
+
+
+@launches("attention")
+def _attention(run, node, given):
+    heads, k = node.attrs["heads"], run.of(node)
+    if not _usual_scale(node):
+        o, state = _attend(given, **node.attrs), None
+    elif _is_of_itself(given):
+        o, state = k.attention_forward(_packed(given), heads, node.attrs.get("order", "qkv_heads"))
+    else:
+        o, state = k.cross_attention_forward(*_apart(given), given.get("mask"), heads)
+    made = {"y": o.view(node.out.shape), "state": state}
+    if state is None and "state" in node.outputs:  # whose backward pass needs none
+        made["state"] = o.new_zeros(node.outputs["state"].shape)
+    return made
+
+
+@launches("attention_grad")
+def _attention_grad(run, node, given):
+    heads, k = node.attrs["heads"], run.of(node)
+    if not _usual_scale(node):
+        return _attention_grad_by_autograd(node, given)
+    if not _is_of_itself(given):
+        q, kv = _apart(given)
+        dy, o = (given[role].reshape(q.shape) for role in ("dy", "o"))
+        tensors = dy, q, kv, given.get("mask"), o, given["state"]
+        dq, dkv = k.cross_attention_backward(*tensors, heads)
+        if "kv" in given:
+            return _shaped(given, {"q": dq, "kv": dkv})
+        return _shaped(given, {"q": dq} | dict(zip("kv", dkv.chunk(2, -1), strict=True)))
+    qkv, order = _packed(given), node.attrs.get("order", "qkv_heads")
+    dy, o = (given[role].reshape(*qkv.shape[:-1], -1) for role in ("dy", "o"))
+    sums = run.rows_of(node)
+    dqkv, rows = k.attention_backward(dy, qkv, o, given["state"], heads, order, sums)
+    if "qkv" in given:
+        return _shaped(given, {"qkv": dqkv}) | {"rows": rows}
+    return _shaped(given, dict(zip("qkv", dqkv.chunk(3, -1), strict=True)))
+
+
+def _shaped(given: Inputs, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {role: grad.reshape(given[role].shape) for role, grad in grads.items()}
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """[N, ..., C] as [N, heads, T, d]"""
+    return x.reshape(x.shape[0], -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def _attend(given: Inputs, heads: int, scale: float, order: str = "qkv_heads") -> Tensor:
+    """By PyTorch, of any scale."""
+    if "qkv" in given:
+        qkv = given["qkv"].flatten(1, -2)
+        shape = (*given["qkv"].shape[:-1], qkv.shape[-1] // 3)
+        if order == "qkv_heads":
+            q, k, v = (_heads(x, heads) for x in qkv.chunk(3, -1))
+        else:
+            q, k, v = qkv.unflatten(-1, (heads, 3, -1)).permute(3, 0, 2, 1, 4)
+    else:
+        parts = given["kv"].chunk(2, -1) if "kv" in given else (given["k"], given["v"])
+        q, k, v = (_heads(x, heads) for x in (given["q"], *parts))
+        shape = given["q"].shape
+    mask = given.get("mask")  # [N, L]
+    seen = None if mask is None else mask[:, None, None]
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
+    return o.transpose(1, 2).reshape(shape)
+
+
+def _attention_grad_by_autograd(node: Node, given: Inputs) -> dict[str, Tensor]:
+    with torch.enable_grad():
+        leaves = {role: leaf(given[role]) for role in PARTS if role in given}
+        o = _attend(given | leaves, **node.attrs)
+    grads = torch.autograd.grad(o, list(leaves.values()), given["dy"])
+    made = dict(zip(leaves, grads, strict=True))
+    return made | ({"rows": made["qkv"].flatten(1, -2).sum(1)} if "qkv" in made else {})

@@ -1,0 +1,187 @@
+"""Rows of ops by PyTorch's kernels: moving, adding and multiplying a few numbers, and layers that
+the framework has no kernels of."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from triton_kernels.reference import ACTIVATION_FUNCTIONS
+
+from ..graph import Node
+from ..lower.table import call_arguments
+from .table import Inputs, by_pytorch, many
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+@by_pytorch("act")
+def _act(run, node, given):
+    return ACTIVATION_FUNCTIONS[node.attrs["activation"]](given["x"])
+
+
+@by_pytorch("act_grad")
+def _act_grad(run, node, given):
+    with torch.enable_grad():
+        x = leaf(given["x"])
+        y = ACTIVATION_FUNCTIONS[node.attrs["activation"]](x)
+    return torch.autograd.grad(y, x, given["dy"])[0]
+
+
+# --- norms over channels --------------------------------------------------------------------------
+
+
+def _in_dtype(given: Inputs, role: str) -> Tensor | None:
+    """An affine parameter of a layer norm in the dtype of its x, as PyTorch's kernel wants it."""
+    return None if role not in given else given[role].to(given["x"].dtype)
+
+
+@by_pytorch("layer_norm")
+def _layer_norm(run, node, given):
+    x, a = given["x"], node.attrs
+    affine = _in_dtype(given, "weight"), _in_dtype(given, "bias")
+    made = torch.native_layer_norm(x.contiguous(), x.shape[x.ndim - a["axes"] :], *affine, a["eps"])
+    return dict(zip(("y", "mean", "rstd"), made, strict=True))
+
+
+@by_pytorch("layer_norm_grad")
+def _layer_norm_grad(run, node, given):
+    x, (weight, bias) = given["x"], (_in_dtype(given, role) for role in ("weight", "bias"))
+    over = x.shape[x.ndim - node.attrs["axes"] :]
+    roles = ("x", "weight", "bias")
+    asked = [role in node.outputs for role in roles]
+    stats = given["mean"], given["rstd"]
+    operands = given["dy"].to(x.dtype).contiguous(), x.contiguous(), over, *stats, weight, bias
+    made = torch.ops.aten.native_layer_norm_backward(*operands, asked)
+    return {role: y for role, y in zip(roles, made, strict=True) if y is not None}
+
+
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+@by_pytorch("add")
+def _add(run, node, given):
+    return given["a"] + given["b"]
+
+
+@by_pytorch("mul")
+def _mul(run, node, given):
+    return given["a"] * given["b"]
+
+
+@by_pytorch("affine")
+def _affine(run, node, given):
+    return given["x"] * node.attrs["scale"] + node.attrs["offset"]
+
+
+@by_pytorch("sum")
+def _sum(run, node, given):
+    return given["x"].sum(node.attrs["axes"]).reshape(node.out.shape)
+
+
+@by_pytorch("arith")
+def _arith(run, node, given):
+    a = node.attrs
+    return a["target"](*call_arguments(a["arguments"], list(given.values())), **a["options"])
+
+
+@by_pytorch("arith_grad")
+def _arith_grad(run, node, given):
+    a = node.attrs
+    tensors = many(given, "x")
+    with torch.enable_grad():
+        for i in a["of"]:
+            tensors[i] = leaf(tensors[i])
+        y = a["target"](*call_arguments(a["arguments"], tensors), **a["options"])
+    of = [tensors[i] for i in a["of"]]
+    grads = torch.autograd.grad(y, of, given["dy"].to(y.dtype))
+    return {f"d{i}": grad for i, grad in zip(a["of"], grads, strict=True)}
+
+
+# --- moving numbers -------------------------------------------------------------------------------
+
+
+@by_pytorch("reshape")
+def _reshape(run, node, given):
+    return given["x"].reshape(node.out.shape)
+
+
+@by_pytorch("detach")
+def _detach(run, node, given):
+    return given["x"]
+
+
+@by_pytorch("columns")
+def _columns(run, node, given):
+    return given["x"][..., node.attrs["start"] : node.attrs["stop"]]
+
+
+@by_pytorch("slice")
+def _slice(run, node, given):
+    a = node.attrs
+    return given["x"].narrow(a["axis"], a["start"], a["stop"] - a["start"]).contiguous()
+
+
+@by_pytorch("cat")
+def _cat(run, node, given):
+    return torch.cat(many(given, "x"), node.attrs["axis"])
+
+
+@by_pytorch("cast")
+def _cast(run, node, given):
+    return given["x"].to(node.out.dtype)
+
+
+@by_pytorch("casts")
+def _casts(run, node, given):
+    made = [torch.empty_like(x, dtype=node.out.dtype) for x in given.values()]
+    torch._foreach_copy_(made, list(given.values()))
+    return dict(zip(node.outputs, made, strict=True))
+
+
+@by_pytorch("layout")
+def _layout(run, node, given):
+    return _pieces(given["x"].contiguous(), node).reshape(node.out.shape).contiguous()
+
+
+def _pieces(x: Tensor, node: Node) -> Tensor:
+    """What a layout node reads of x."""
+    pieces = node.attrs["pieces"]
+    sizes, steps = [n for n, _ in pieces], [step for _, step in pieces]
+    return x.as_strided(sizes, steps, x.storage_offset() + node.attrs["offset"])
+
+
+@by_pytorch("layout_grad")
+def _layout_grad(run, node, given):
+    pieces = node.attrs["pieces"]
+    dy = given["dy"].reshape([n for n, _ in pieces])
+    repeated = [i for i, (_, step) in enumerate(pieces) if step == 0]
+    dy = dy.sum(repeated, keepdim=True) if repeated else dy
+    out = dy.new_zeros(node.out.shape)
+    sizes = [n if step else 1 for n, step in pieces]
+    out.as_strided(sizes, [s for _, s in pieces], node.attrs["offset"]).copy_(dy)
+    return out
+
+
+@by_pytorch("embedding")
+def _embedding(run, node, given):
+    return F.embedding(given["index"], given["weight"])
+
+
+@by_pytorch("embedding_grad")
+def _embedding_grad(run, node, given):
+    dy, index = given["dy"], given["index"]
+    out = dy.new_zeros(node.out.shape)
+    out.index_add_(0, index.reshape(-1), dy.reshape(-1, dy.shape[-1]))
+    if node.attrs["unchanged"] >= 0:
+        out[node.attrs["unchanged"]] = 0
+    return out
+
+
+@by_pytorch("accumulate")
+def _accumulate(run, node, given):
+    place = given.into["y"]
+    move = place.copy_ if node.attrs["writes"] else place.add_
+    move(given["x"].view_as(place))
+    return {}
