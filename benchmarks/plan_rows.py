@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.harness import ROOT, check_choice, format_table
+from benchmarks.harness import ROOT, check_choice
 from diffusion.factory import build_model
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.fuse.backward import BACKWARD_ROWS
@@ -47,7 +47,6 @@ DEFAULTS = {
     "processes": 12,
     "gpu": "",  # of the process that compiles, as `describe` has it
 }
-_NEEDED = "sample", "table and pass of a norm in one launch"  # whose result `join` starts from
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,15 +66,17 @@ def main(arguments: Sequence[str]) -> int:
         module.train(mode == "train")
         for batch in settings["batch"]:
             args = given(settings, batch, device)
-            lines = [
-                [row.name, f"{with_row:.1f}", f"{without:.1f}", f"{without / with_row:.4f}"]
-                for row in asked(settings["rows"], mode)
-                if (times := turns(module, args, mode, row, settings["rounds"])) is not None
-                for with_row, without in [times]
-            ]
-            size = settings["size"]
-            print(f"\n{settings['model']} {size}px, {batch} images, {mode}, microseconds\n")
-            print(format_table(("row", "with", "without", "ratio"), lines), flush=True)
+            whole, size = Accelerated(module), settings["size"]
+            print(f"\n{settings['model']} {size}px, {batch} images, {mode}: microseconds with and")
+            print("without a row, and their ratio\n", flush=True)
+            for row in asked(settings["rows"], mode):
+                times = turns(whole, args, mode, row, settings["rounds"])
+                if times is not None:
+                    with_row, without = times
+                    ratio = without / with_row
+                    print(
+                        f"{row.name:50} {with_row:10.1f} {without:10.1f} {ratio:8.4f}", flush=True
+                    )
     return 0
 
 
@@ -101,9 +102,12 @@ def compile_kernels(settings: dict, gpu: Device) -> None:
             module.train(mode == "train")
             for batch in settings["batch"]:
                 args = given(settings, batch, host)
+                whole = Accelerated(module)
+                call(whole, args, mode)()
                 for row in asked(settings["rows"], mode):
-                    for plan in plans(module, args, mode, row) or ():
-                        call(plan, args, mode)()
+                    part = lacking(whole, args, mode, row)
+                    if part is not None:
+                        call(part, args, mode)()
     count = sum(1 for _ in compile_launches(launches, gpu.arch, settings["processes"]))
     print(f"{count} kernels compiled", flush=True)
 
@@ -111,19 +115,19 @@ def compile_kernels(settings: dict, gpu: Device) -> None:
 def asked(names: Sequence[str], mode: str) -> list[Row]:
     """The rows whose names have one of these parts, and that apply."""
     rows = PREPARING + FORWARD_ROWS + (BACKWARD_ROWS if mode == "train" else ())
-    rows = [row for row in rows if mode in row.when and (mode, row.name) != _NEEDED]
+    rows = [row for row in rows if mode in row.when]
     return [row for row in rows if not names or any(name in row.name for name in names)]
 
 
 def turns(
-    module: nn.Module, args: tuple[Tensor, ...], mode: str, row: Row, rounds: int
+    whole: Accelerated, args: tuple[Tensor, ...], mode: str, row: Row, rounds: int
 ) -> tuple[float, float] | None:
     """Microseconds with and without the row, the best of so many turns; None: the plan is the same
     without it."""
-    found = plans(module, args, mode, row)
-    if found is None:
+    part = lacking(whole, args, mode, row)
+    if part is None:
         return None
-    calls = [call(p, args, mode) for p in found]
+    calls = [call(p, args, mode) for p in (whole, part)]
     best = [float("inf")] * 2
     for _ in range(rounds):
         for i, run in enumerate(calls):
@@ -132,14 +136,14 @@ def turns(
     return best[0], best[1]
 
 
-def plans(
-    module: nn.Module, args: tuple[Tensor, ...], mode: str, row: Row
-) -> list[Accelerated] | None:
-    """With and without the row, or None."""
-    found = [Accelerated(module), Accelerated(module, without=(row.name,))]
+def lacking(
+    whole: Accelerated, args: tuple[Tensor, ...], mode: str, row: Row
+) -> Accelerated | None:
+    """What lacks the row; None: its plan is the same."""
+    part = Accelerated(whole.module, without=(row.name,))
     with torch.set_grad_enabled(mode == "train"):
-        counts = [p.plan_of(args, {})[0].graph.count() for p in found]
-    return None if counts[0] == counts[1] else found
+        counts = [p.plan_of(args, {})[0].graph.count() for p in (whole, part)]
+    return None if counts[0] == counts[1] else part
 
 
 def call(fast: Accelerated, args: tuple[Tensor, ...], mode: str) -> Callable[[], object]:

@@ -6,6 +6,8 @@ import torch
 from diffusion.plan.build import plan
 from diffusion.plan.calls.table import launch_reference
 from diffusion.plan.execute import run
+from diffusion.plan.fuse.forward import FORWARD_ROWS
+from diffusion.plan.fuse.preparing import PREPARING
 from diffusion.plan.graph import JOINED
 from diffusion.plan.moves import nodes_of
 from tests.plan.compare import in_float64
@@ -40,6 +42,14 @@ def evaluated(name, without=()):
 def test_networks(name):
     ops = evaluated(name)
     assert "norm_of_sums" not in ops or ops & set(JOINED)
+
+
+@pytest.mark.parametrize(
+    "row", [row.name for row in PREPARING + FORWARD_ROWS if "sample" in row.when]
+)
+def test_any_row_of_the_fuse_table_can_be_left_out(row):
+    """As `benchmarks.plan_rows` times an evaluation without it."""
+    evaluated(NAMES[0], without=(row,))
 
 
 def test_casts_of_parameters_are_one_node():

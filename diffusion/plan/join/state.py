@@ -93,6 +93,8 @@ class Joining:
         return all(node.inputs[role] in there for role in roles if role in node.inputs)
 
     def other(self, node: Node) -> None:
+        for value in node.inputs.values():
+            self.measure(value, node)
         self.need(*node.inputs.values())
         self.keep(node)
 
