@@ -1,29 +1,13 @@
-"""The order of nodes. `streams` has the rules for streams and lifetimes; all others are here:
+"""The schedule of a plan: its nodes in their order (`order`), on streams, with the lives of values
+(`streams`), and the peak memory that follows."""
 
-- Forward nodes run in the order in which the module called them.
-- Backward nodes run in the order in which `differentiate` made them, which follows the critical
-  path through the network. Nodes that only gradients of parameters depend on (weight gradients, and
-  small sums and casts) are not on this path. They form side tasks, which run after their inputs and
-  have `GROUP` weight gradients each.
-- Nodes that depend only on parameters and constants (casts to 16 bits, concatenated weights) are
-  named `fixed`: they would have to run once per update of the parameters. `accelerate` runs them in
-  every call, since nothing reports when a parameter changes (for example through `.data`).
-- A value is released after its last reader; values that backward reads are kept until then.
-"""
-
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from .graph import Graph, Node, Value
 from .moves import Move, nodes_of
+from .order import InStep, backward_moves, forward_moves
 from .streams import alive, let_go, on_streams
-
-WEIGHT_GRADS = ("conv_dw", "linear_dw")
-GROUP = 4  # gradients of weights that are a piece of work together
-SMALL = (  # what makes of gradients of weights those of parameters
-    "sum", "cast", "reshape", "slice", "add", "mul", "affine", "cat", "pad", "layout",
-    "layout_grad", "embedding_grad", "arith_grad",
-)  # fmt: skip
 
 
 @dataclass
@@ -33,7 +17,10 @@ class Schedule:
     forward: list[Move]
     backward: list[Move]
     last: dict[Node, tuple[Value, ...]]  # that die with a node, were they run one by one
-    fixed: set[Node] = field(default_factory=set)  # forward nodes of parameters alone
+    # forward nodes of parameters and constants alone, such as casts to 16 bits: they have to run
+    # once per update of these; `accelerate` runs them in every call, for nothing reports updates
+    fixed: set[Node]
+    placed: Collection[Value] = ()  # whose memory is there before
 
     @property
     def moves(self) -> list[Move]:
@@ -43,55 +30,33 @@ class Schedule:
     def nodes(self) -> list[Node]:
         return nodes_of(self.moves)
 
+    def alive(self) -> list[int]:
+        """Bytes of activations, and of gradients of them, during each move."""
+        return alive(self.moves, self.placed)
+
     @property
     def peak(self) -> int:
-        """The most bytes that are alive during a move."""
-        return max(alive(self.moves), default=0)
+        """The most of these."""
+        return max(self.alive(), default=0)
 
 
-def schedule(graph: Graph, start: int | None = None, grads: Sequence[Value] = ()) -> Schedule:
-    """The schedule of a graph whose nodes from `start` on are the backward pass, which makes
-    `grads`."""
+def schedule(
+    graph: Graph,
+    start: int | None = None,
+    kept: Collection[Value] = (),  # beside the graph's results
+    step: InStep | None = None,  # None: gradients are tensors of their own
+    listens: bool = False,  # somebody wants to know how far backward is
+) -> Schedule:
+    """The schedule of a graph whose nodes from `start` on are the backward pass."""
     start = len(graph.nodes) if start is None else start
-    forward = [Move("launch", (node,)) for node in graph.nodes[:start]]
-    backward = on_streams(_order(graph.nodes[start:])) if start < len(graph.nodes) else []
-    let_go([*forward, *backward], {*graph.outputs, *grads})
-    fixed = set(fixed_nodes(graph, graph.nodes[:start]))
-    made = Schedule(forward, backward, {}, fixed)
-    made.last = last_readers(made.nodes, {*graph.outputs, *grads})
-    return made
-
-
-def _beside(nodes: Sequence[Node]) -> set[Node]:
-    """The nodes of backward that nobody on the chain waits for."""
-    readers: dict[Value, list[Node]] = {}
-    for node in nodes:
-        for value in node.inputs.values():
-            readers.setdefault(value, []).append(node)
-    beside: set[Node] = set()
-    for node in reversed(nodes):
-        behind = [r for value in node.outputs.values() for r in readers.get(value, ())]
-        if node.op in WEIGHT_GRADS + SMALL and all(reader in beside for reader in behind):
-            beside.add(node)
-    return beside
-
-
-def _order(nodes: Sequence[Node]) -> list[Move]:
-    """Pieces of work beside the chain, each behind the last node that one of it reads."""
-    beside, order, waiting = _beside(nodes), [], []
-    for node in nodes:
-        if node not in beside:
-            order.append(Move("launch", (node,)))
-            continue
-        waiting.append(node)
-        if sum(n.op in WEIGHT_GRADS for n in waiting) == GROUP:
-            order.append(_piece(waiting))
-            waiting = []
-    return [*order, _piece(waiting)] if waiting else order
-
-
-def _piece(nodes: Sequence[Node]) -> Move:
-    return Move("beside", (nodes[-1],), before=tuple(nodes[:-1]))
+    ahead, behind = graph.nodes[:start], graph.nodes[start:]
+    forward = forward_moves(ahead, step)
+    backward = on_streams(backward_moves(behind, step), listens) if behind else []
+    kept = {*graph.outputs, *kept}
+    let_go([*forward, *backward], kept)
+    last = last_readers(nodes_of([*forward, *backward]), kept)
+    placed = () if step is None else set(step.placed)
+    return Schedule(forward, backward, last, set(fixed_nodes(graph, ahead)), placed)
 
 
 def last_readers(nodes: Iterable[Node], kept: set[Value]) -> dict[Node, tuple[Value, ...]]:

@@ -1,6 +1,6 @@
 """Streams, synchronisation and lifetimes of tensors.
 
-`schedule` and `step.order` list the tasks in order; this module turns them into a list in which
+`order` lists the tasks in order; this module turns them into a list in which
 everything is decided. The main stream runs the critical path. The rules are:
 
 - Tasks that the critical path does not wait for go to a second stream, in their order. Such a task

@@ -217,5 +217,6 @@ def test_a_sum_has_the_whole_gradient_of_every_step(device, monkeypatch, large, 
     assert twins.sums > 3 * 6  # in several buckets, in each step that was not replayed
     for step in (alone, both):
         (made,) = step.network._plans.values()
-        assert (large == 0) == any(move.stream == THIRD and move.nodes for move in made.backward)
+        moves = made.schedule.backward
+        assert (large == 0) == any(move.stream == THIRD and move.nodes for move in moves)
         step.release()

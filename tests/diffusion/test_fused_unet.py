@@ -220,7 +220,7 @@ def test_held_gradients_are_the_same(options, monkeypatch):
         grads.append(flat.grad.clone())
         more = parts_of(labels)
         context = () if more.context is None else (more.context[:, None], more.present)
-        moves = plan.plan_of(x, *context).backward
+        moves = plan.plan_of(x, *context).schedule.backward
         held.append(sum(move.stream == THIRD for move in moves if move.nodes))
     assert torch.equal(*grads)
     assert held[0] == 0 and (held[1] > 0) == (len(model.channel_mult) >= 3)

@@ -6,11 +6,10 @@ import torch
 
 from diffusion.models.conditions import parts_of
 from diffusion.models.flat_parameters import FlatParameters
-from diffusion.plan import streams
+from diffusion.plan import order, streams
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.graph import FREE
 from diffusion.plan.moves import BESIDE, CHAIN, THIRD
-from diffusion.plan.step import order
 from diffusion.plan.step.network import TrainingUNet
 from tests.diffusion.test_fused_unet import MODELS, given, make
 from triton_kernels.reference import fused as fused_reference
@@ -24,7 +23,7 @@ def of_step(name, listens=True, urgent=False, recompute=False):
     network = TrainingUNet(model, flat, fused_reference, **options)
     context = network.tokens(parts_of(given(model)))
     made = network.plan_of(torch.zeros(2, 16, 16, 3).double(), *context)
-    return made.forward, made.backward, made.placed
+    return made.schedule.forward, made.schedule.backward, made.placed
 
 
 class Clocks:

@@ -8,7 +8,7 @@ from diffusion.plan.build import plan
 from diffusion.plan.calls.table import launch_reference
 from diffusion.plan.graph import FREE
 from diffusion.plan.moves import BESIDE, CHAIN, nodes_of
-from diffusion.plan.schedule import GROUP, SMALL, WEIGHT_GRADS
+from diffusion.plan.order import GROUP, SMALL, WEIGHT_GRADS
 from diffusion.plan.streams import alive, rounded
 from tests.plan.networks import network
 from tests.plan.test_races import races

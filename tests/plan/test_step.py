@@ -11,12 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion.models.flat_parameters import FlatParameters
-from diffusion.plan import streams
+from diffusion.plan import order, schedule, streams
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.moves import BESIDE, CHAIN, THIRD
-from diffusion.plan.step import memory, order
+from diffusion.plan.step import memory
 from diffusion.plan.step import network as network_module
-from diffusion.plan.step import plan as plan_module
 from diffusion.plan.step.network import TrainingUNet
 from diffusion.plan.streams import rounded
 from tests.diffusion.test_fused_unet import MODELS, given, make
@@ -32,7 +31,7 @@ def planned(name="three_levels", size=(16, 16), **options):
 
 
 def moves(made, *what):
-    return [move for move in made.backward if move.what in what]
+    return [move for move in made.schedule.backward if move.what in what]
 
 
 def images(node):
@@ -51,9 +50,9 @@ def waits(monkeypatch):
 
 def test_weights_of_one_size_go_together(waits):
     groups = moves(planned(), "weights")
-    assert max(len(move.nodes) for move in groups) == order.MOST
+    assert max(len(move.nodes) for move in groups) == order.GROUP
     for move in groups:
-        assert len(move.nodes) <= order.MOST
+        assert len(move.nodes) <= order.GROUP
         assert len({(images(node), taps(node)) for node in move.nodes}) == 1
 
 
@@ -75,15 +74,17 @@ def test_large_groups_do_not_wait(waits, monkeypatch):
 
 def test_every_gradient_is_written_once():
     made = planned("guided_diffusion")
-    written = [v for m in made.backward for n in (*m.before, *m.nodes) for v in n.outputs.values()]
+    written = [
+        v for m in made.schedule.backward for n in (*m.before, *m.nodes) for v in n.outputs.values()
+    ]
     assert len(written) == len(set(written))
     assert set(made.placed) <= set(written)
 
 
 def test_the_last_block_has_all_multiprocessors(waits):
     made = planned()
-    at = next(i for i, move in enumerate(made.backward) if move.what == "sums")
-    parts = made.backward[:at], made.backward[at:]
+    at = next(i for i, move in enumerate(made.schedule.backward) if move.what == "sums")
+    parts = made.schedule.backward[:at], made.schedule.backward[at:]
     before, behind = ([move.share for move in part if move.what == "weights"] for part in parts)
     assert set(before) == {order.SHARE} and 1.0 in behind
 
@@ -107,8 +108,8 @@ def ordered(urgent):
         let_go(moves, kept)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan_module, "on_streams", noted)
-        patch.setattr(plan_module, "let_go", noted_kept)
+        patch.setattr(schedule, "on_streams", noted)
+        patch.setattr(schedule, "let_go", noted_kept)
         planned(urgent=urgent)
     return seen
 
@@ -297,9 +298,9 @@ def test_memory_is_what_was_said(name, recompute, monkeypatch):
         monkeypatch.setattr(network_module._Call, "_do", doing)
         y = network(x, t, given(model), rng=torch.tensor([5, 11]))
         y.backward(torch.randn_like(y))
-    said = made.alive()
+    said = made.schedule.alive()
     assert len(found) == len(said) and abs(max(found) - max(said)) <= 0.02 * max(found)
-    for move, there, expected in zip(made.moves, found, said, strict=True):
+    for move, there, expected in zip(made.schedule.moves, found, said, strict=True):
         assert abs(there - expected) <= 0.02 * max(found), move
 
 
@@ -311,7 +312,7 @@ def test_filters_are_complete_from_the_last_to_the_first():
 
 def made_again(made):
     again = ("upsample", "norm_apply", "avg_pool")
-    return sum(n.op in again for m in made.backward for n in (*m.before, *m.nodes))
+    return sum(n.op in again for m in made.schedule.backward for n in (*m.before, *m.nodes))
 
 
 def test_what_is_made_again(monkeypatch):
@@ -326,7 +327,7 @@ def test_what_is_made_again(monkeypatch):
 
 def test_dx_is_written_over_what_nobody_else_reads():
     made = planned()
-    nodes = [node for move in made.backward for node in move.nodes]
+    nodes = [node for move in made.schedule.backward for node in move.nodes]
     for node in nodes:
         if "over" in node.attrs:
             value = node.inputs[node.attrs["over"]]

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..graph import PARTS, Node, Value
-from ..schedule import WEIGHT_GRADS
+from ..order import WEIGHT_GRADS
 from .pytorch import leaf
 from .table import (
     Inputs,

@@ -63,7 +63,6 @@ class Launcher:
     """Launches nodes on a module of kernels."""
 
     kernels: Kernels
-    public: ModuleType = triton_kernels  # the public ops
     widens: bool = False  # 16 bits to float32
     sums: RowSums | None = None  # of the flat gradient; None: gradients are tensors of their own
     accumulates: bool = True  # gradients of filters are added to what is in their places
@@ -90,6 +89,11 @@ class Launcher:
 
     def _read(self, x: Tensor) -> Tensor:
         return x.float() if self.widens and x.dtype in (torch.bfloat16, torch.float16) else x
+
+    @cached_property
+    def public(self) -> ModuleType:
+        """The public ops beside these kernels."""
+        return reference if self.kernels.RowSums is fused.RowSums else triton_kernels
 
     def of(self, node: Node) -> Kernels:
         """The kernels in the precision of a node, of a plan in which some products are in TF32."""
@@ -123,12 +127,12 @@ def _operands(node: Node, values: Mapping[Value, Tensor]) -> tuple[Tensor, Tenso
 
 
 launch_kernels = Launcher(fused_ops)
-launch_reference = Launcher(fused, reference, widens=True)
+launch_reference = Launcher(fused, widens=True)
 
 
 def launcher_of(kernels: ModuleType) -> Launcher:
     """What launches nodes of plans other than a step's."""
-    return launch_kernels if kernels is fused_ops else Launcher(kernels, reference, widens=True)
+    return launch_kernels if kernels is fused_ops else Launcher(kernels, widens=True)
 
 
 # --- of inputs ------------------------------------------------------------------------------------

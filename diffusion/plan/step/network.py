@@ -24,8 +24,8 @@ from ..embedding import EmbeddingLayers, Step
 from ..execute import Streams
 from ..graph import Value
 from ..moves import Move
+from ..places import EMB
 from .others import TrainingNetwork
-from .places import EMB
 from .plan import StepPlan, step_plan
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -184,7 +184,7 @@ class _Call:
         self.values[made.image] = x
         if step.rng is not None:
             self.values[made.rng] = step.rng
-        self._run(made.forward)
+        self._run(made.schedule.forward)
         (result, *_) = graph.outputs
         return self.values.pop(result).contiguous()
 
@@ -193,7 +193,7 @@ class _Call:
         self.values[made.seed] = dy
         places = network.grads | {EMB: self.step.d_emb}
         self.values |= {value: at.of(places[at.name]) for value, at in made.placed.items()}
-        self._run(made.backward)
+        self._run(made.schedule.backward)
         self._join(dy)
 
     def _run(self, moves: Sequence[Move]) -> None:

@@ -20,13 +20,12 @@ from ..differentiate import differentiate
 from ..embedding import TOGETHER, projection_columns
 from ..fuse.rows import fuse, prepare
 from ..graph import Graph, Node, Value
-from ..moves import Move
 from ..norms import split_norms
-from ..streams import alive, let_go, on_streams
+from ..order import InStep
+from ..places import EMB, Place, place
+from ..schedule import Schedule, schedule
 from ..trace import trace
 from .memory import keep_less, write_over
-from .order import backward_moves, forward_moves
-from .places import EMB, Place, place
 
 _PRODUCTS = (  # whose weights are read as `FlatParameters.low` has them
     "conv", "conv_fused", "linear", "conv_down", "conv_dx", "linear_dx", "conv_down_dx",
@@ -47,17 +46,8 @@ class StepPlan:
     low: dict[Value, str]  # parameters in the precision of the arithmetic
     seed: Value  # the gradient of the result
     placed: dict[Value, Place]
-    forward: list[Move]
-    backward: list[Move]
+    schedule: Schedule
     why: dict[Value, list[str]]
-
-    @property
-    def moves(self) -> list[Move]:
-        return [*self.forward, *self.backward]
-
-    def alive(self) -> list[int]:
-        """Bytes of activations, and of gradients of them, during each move."""
-        return alive(self.moves, set(self.placed))
 
 
 class _Body(nn.Module):
@@ -133,13 +123,13 @@ def step_plan(
     ahead = [node for node in graph.nodes if node in forward]
     behind = [node for node in graph.nodes if node not in forward]
     write_over(behind, set(placed))
-    moves = forward_moves(ahead, x[..., 0].numel(), parts)
-    back = on_streams(backward_moves(behind, names, placed, ends, urgent), listens)
-    let_go([*moves, *back], kept)
+    graph.nodes = [*ahead, *behind]
+    order = InStep(x[..., 0].numel(), parts, names, placed, ends, urgent)
+    made = schedule(graph, len(ahead), kept, order, listens)
     graph.rename()
     graph.constants = {value: c.to(x.device) for value, c in graph.constants.items()}
     tokens = tuple(tokens)
-    return StepPlan(graph, image, parts, draws, tokens, low, seed, placed, moves, back, why)
+    return StepPlan(graph, image, parts, draws, tokens, low, seed, placed, made, why)
 
 
 def _cut_embedding(graph: Graph, columns: dict[str, slice]) -> dict[Value, slice]:

@@ -45,10 +45,10 @@ def step_page(
         network.forget_gradients()  # as a step does whose gradient is of one pass
         y = network(x, t, labels, rng=rng)
         y.backward(torch.empty_like(y))
-    most, at = max((size, i) for i, size in enumerate(made.alive()))
+    most, at = max((size, i) for i, size in enumerate(made.schedule.alive()))
     held = sum(b.nbytes for b in (flat.param, flat.grad, flat.exp_avg, flat.exp_avg_sq, flat.ema))
     held += 0 if flat.shadow is None else flat.shadow.nbytes
-    where = next(m for m in made.moves[at:] if m.nodes).nodes[0].out.name
+    where = next(m for m in made.schedule.moves[at:] if m.nodes).nodes[0].out.name
     memory = (
         f"memory: {most / 1e6:,.0f} MB of activations and their gradients at the peak ({where}),"
         f" and {held / 1e6:,.0f} MB of parameters, gradients and the optimizer's state"
@@ -62,7 +62,7 @@ class _Writing:
     def __init__(self, network: TrainingUNet, notes: Notes, gpu: Chip, made: StepPlan) -> None:
         self.network, self.notes, self.gpu = network, notes, gpu
         self.made = made
-        self.backward = set(self.made.backward)
+        self.backward = set(self.made.schedule.backward)
         self.numbers: dict[Move, int] = {}  # of lines behind which moves are done
         self.lines: list[Line] = []
 

@@ -1,9 +1,19 @@
-"""The order in which a step's launches are issued to the streams, see `streams`.
+"""The order in which the nodes of a plan are issued to the streams, see `streams`.
 
-The forward pass and the critical path of backward run on the current stream in their order. Weight
-gradients are not on the critical path and run beside it. The rules are:
+The forward pass and the critical path of backward run on the current stream: forward nodes in the
+order in which the module called them, backward nodes in that of `differentiate`, which follows the
+path through the network. Weight gradients, and what is computed for them alone, are not on this
+path and run beside it. How they are put together depends on where gradients go.
 
-- Weight gradients with equal filter sizes, over images of one size, form a group: up to `MOST`, or
+Gradients that are tensors (`accelerate`):
+
+- Small sums and casts that only gradients of parameters need are off the path, too.
+- A piece of work has `GROUP` weight gradients, of any sizes, which are launched one by one.
+
+Gradients that have places in one flat buffer (a training step), where group kernels write them, and
+sums for norms and biases are added together:
+
+- Weight gradients with equal filter sizes, over images of one size, form a group: up to `GROUP`, or
   until they read `GROUP_BYTES`, but never a part of a layer. With activations of fewer than
   `LITTLE` bytes, a group has one layer.
 - A gradient runs alone if no group kernel supports it (other strides, padded channels), or if it
@@ -16,21 +26,25 @@ gradients are not on the critical path and run beside it. The rules are:
   From there on groups end with a block, and `ready` is told how much is complete. If others wait
   for it, it is told so at the end of every block.
 - Sums for norms and biases are added before the last block, and at the end.
-
-A launch may start while its predecessor ends (`dependent_launch`), but not before the network's
-first convolution is done, or in backward its last norm, nor if the predecessor makes its weights.
+- A launch may start while its predecessor ends (`dependent_launch`), but not before the network's
+  first convolution is done, or in backward its last norm, nor if the predecessor makes its weights.
 """
 
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
-from ..graph import FREE, Node, Value
-from ..moves import Move
-from ..schedule import WEIGHT_GRADS
+from .graph import FREE, Node, Value
+from .moves import Move
 from .places import EMB, Place
 
-MOST = 4  # gradients of weights in a launch
+WEIGHT_GRADS = ("conv_dw", "linear_dw")
+SMALL = (  # what makes of gradients of weights those of parameters
+    "sum", "cast", "reshape", "slice", "add", "mul", "affine", "cat", "pad", "layout",
+    "layout_grad", "embedding_grad", "arith_grad",
+)  # fmt: skip
+GROUP = 4  # gradients of weights in a launch, or a piece of work
 SHARE = 0.5  # of the multiprocessors: see docs/tried.md
 GROUP_BYTES = 192 * 2**20
 LITTLE = 8 * 2**20  # bytes of an activation
@@ -40,45 +54,86 @@ _LAYER = re.compile(r"\w+(\.\d+)*")  # up to the name of something in it
 _BLOCK = re.compile(r"(\w+?\.)?\w+")  # the first two parts of a parameter's name
 
 
-def forward_moves(nodes: Sequence[Node], pixels: int, emb: Collection[Value]) -> list[Move]:
-    """The forward pass, of so many pixels. Before the first launch that reads the embedding it
-    waits for it."""
+@dataclass(frozen=True)
+class InStep:
+    """What a training step has that decides its order."""
+
+    pixels: int  # of all images
+    emb: Collection[Value]  # parts of the embedding's projections
+    names: Mapping[Value, str]  # of parameters, in either precision
+    placed: Mapping[Value, Place]  # gradients in their places
+    ends: Mapping[str, int]  # where the gradient of each filter ends in the flat buffer
+    urgent: bool  # others wait for gradients of filters
+
+
+def forward_moves(nodes: Sequence[Node], step: InStep | None = None) -> list[Move]:
+    """The forward pass. Before the first launch that reads the embedding a step waits for it."""
+    if step is None:
+        return [Move("launch", (node,)) for node in nodes]
     moves, begun, front, taken = [Move("begin")], False, None, False
     for node in nodes:
-        if not taken and any(value in emb for value in node.inputs.values()):
+        if not taken and any(value in step.emb for value in node.inputs.values()):
             moves.append(Move("take"))
             taken = True
         behind = front is not None and bool(set(front.outputs.values()) & set(node.inputs.values()))
         own = begun and not (behind and front.op in ("upsampled_filters", "pad"))
-        moves.append(Move("launch", (node,), pixels if own else None))
+        moves.append(Move("launch", (node,), step.pixels if own else None))
         if node.op not in FREE:
             begun, front = begun or node.op.startswith("conv"), node
     return moves
 
 
-def backward_moves(
-    nodes: Sequence[Node],
-    names: dict[Value, str],  # of parameters, in either precision
-    placed: dict[Value, Place],
-    ends: Mapping[str, int],  # where the gradient of each filter ends in the flat buffer
-    urgent: bool,
-) -> list[Move]:
+def backward_moves(nodes: Sequence[Node], step: InStep | None = None) -> list[Move]:
     """The backward pass."""
-    return _Order(nodes, names, placed, ends, urgent).run()
+    return _pieces(nodes) if step is None else _Order(nodes, step).run()
+
+
+def _pieces(nodes: Sequence[Node]) -> list[Move]:
+    """The path, and pieces of work beside it, each behind the last node that one of it reads."""
+    beside, moves, waiting = _beside(nodes), [], []
+    for node in nodes:
+        if node not in beside:
+            moves.append(Move("launch", (node,)))
+            continue
+        waiting.append(node)
+        if sum(n.op in WEIGHT_GRADS for n in waiting) == GROUP:
+            moves.append(_piece(waiting))
+            waiting = []
+    return [*moves, _piece(waiting)] if waiting else moves
+
+
+def _piece(nodes: Sequence[Node]) -> Move:
+    return Move("beside", (nodes[-1],), before=tuple(nodes[:-1]))
+
+
+def _readers(nodes: Sequence[Node]) -> dict[Value, list[Node]]:
+    readers: dict[Value, list[Node]] = {}
+    for node in nodes:
+        for value in node.inputs.values():
+            readers.setdefault(value, []).append(node)
+    return readers
+
+
+def _beside(nodes: Sequence[Node]) -> set[Node]:
+    """The nodes of backward that nobody on the path waits for."""
+    readers, beside = _readers(nodes), set()
+    for node in reversed(nodes):
+        behind = [r for value in node.outputs.values() for r in readers.get(value, ())]
+        if node.op in WEIGHT_GRADS + SMALL and all(reader in beside for reader in behind):
+            beside.add(node)
+    return beside
 
 
 class _Order:
-    def __init__(self, nodes, names, placed, ends, urgent) -> None:
-        self.nodes, self.names, self.placed, self.urgent = nodes, names, placed, urgent
-        self.ends = dict(ends)  # of filters whose gradients nobody has been given yet
-        self.left: dict[str, int] = {}  # launches that write a filter's gradient
-        self.readers: dict[Value, list[Node]] = {}
-        for node in nodes:
-            for value in node.inputs.values():
-                self.readers.setdefault(value, []).append(node)
-            if node.op in WEIGHT_GRADS:
-                name = placed[node.out].name
-                self.left[name] = self.left.get(name, 0) + 1
+    """The backward pass of a step."""
+
+    def __init__(self, nodes: Sequence[Node], step: InStep) -> None:
+        self.nodes, self.names, self.placed = nodes, step.names, step.placed
+        self.urgent, placed = step.urgent, step.placed
+        self.ends = dict(step.ends)  # of filters whose gradients nobody has been given yet
+        self.readers = _readers(nodes)
+        # launches that write a filter's gradient
+        self.left = Counter(placed[n.out].name for n in nodes if n.op in WEIGHT_GRADS)
         self.made = {value: node for node in nodes for value in node.outputs.values()}
         self.blocks = self._blocks()
         images = [[dy for dy in map(_chain_gradient, block) if dy] for block in self.blocks]
@@ -217,12 +272,12 @@ class _Order:
         if len(offered) < self.alike[layer, key]:
             return
         offered.reverse()  # the layer's first is the last in backward
-        if len(self.groups.get(key, ())) + len(offered) > MOST:
+        if len(self.groups.get(key, ())) + len(offered) > GROUP:
             self._start(key)
         group = self.groups.setdefault(key, [])
         group += offered
         read = {v for n in group for v in (n.inputs["x"], n.inputs["dy"])}
-        if not self.waits or len(group) >= MOST or sum(v.bytes for v in read) >= GROUP_BYTES:
+        if not self.waits or len(group) >= GROUP or sum(v.bytes for v in read) >= GROUP_BYTES:
             self._start(key)
 
     def _goes_with_others(self, node: Node) -> bool:
