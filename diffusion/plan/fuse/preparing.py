@@ -121,7 +121,16 @@ def _moments_of_upsampled(f: Fusing, node: Node) -> Value | None:
 PREPARING = (
     Row("q, k and v are one product", ("attention",), _packed_qkv, "unmeasured"),
     Row("k and v are one product", ("attention",), _packed_kv, "unmeasured"),
-    Row("a norm reads the halves of a concat", ("norm_apply",), _norm_of_concat, "unmeasured"),
-    Row("1x1 filters read the halves of a concat", ("linear",), _pointwise_of_concat, "unmeasured"),
-    Row("sums before upsampling", ("moments",), _moments_of_upsampled, "unmeasured"),
+    Row(
+        "a norm reads the halves of a concat", ("norm_apply",), _norm_of_concat,
+        "9.2 % of a pass of 32 images",
+    ),
+    Row(
+        "1x1 filters read the halves of a concat", ("linear",), _pointwise_of_concat,
+        "2.1 % of a pass of 32 images",
+    ),
+    Row(
+        "sums before upsampling", ("moments",), _moments_of_upsampled,
+        "0.2 % of a pass of 32 images",
+    ),
 )  # fmt: skip
