@@ -69,61 +69,73 @@ class Page:
     memory: str
 
 
+class Writer:
+    """Writes the lines of moves, and numbers moves by the line behind which each is done."""
+
+    def __init__(self, gpu: Chip, why: Mapping[Value, list[str]]) -> None:
+        self.gpu, self.why = gpu, why
+        self.lines: list[Line] = []
+        self._numbers: dict[Move, int] = {}
+        self._waits: tuple[int, ...] = ()  # of the next line
+
+    @contextmanager
+    def of(self, move: Move) -> Iterator[None]:
+        """Within the block the move's lines are written; what a move waits for that has none, the
+        next one waits for."""
+        self._waits += tuple(self._numbers[m] for m in move.waits if m in self._numbers)
+        yield
+        self._numbers[move] = max(len(self.lines) - 1, 0)
+        if move.what != "wait":
+            self._waits = ()
+
+    def write(self, nodes: Sequence[Node], pass_: str, made: Launched, stream: int) -> None:
+        """The line of nodes that are launched together."""
+        node = nodes[-1]
+        values = {v for n in nodes if n.op not in FREE for v in _moved(n)}
+        own = {v for n in nodes[:-1] for v in n.outputs.values()}
+        moved = sum(v.bytes for v in values - own)
+        shape = "x".join(map(str, node.out.shape))
+        alike = sum(n.op == node.op for n in nodes)
+        name = f"{node.out.name.split('.')[0]} {shape}" + f" and {alike - 1} more" * (alike > 1)
+        why = [r for n in nodes for v in n.outputs.values() for r in self.why.get(v, ())]
+        said = node.source, "; ".join(dict.fromkeys(why))
+        self.write_other(
+            name, node.op, pass_, made, stream, moved, sum(map(flops_of, nodes)), *said
+        )
+
+    def write_other(
+        self,
+        name: str,
+        op: str,
+        pass_: str,
+        made: Launched,
+        stream: int,
+        moved: int,  # bytes
+        flops: int = 0,
+        source: str = "",
+        why: str = "",
+    ) -> None:
+        least = floor(self.gpu, flops, moved)
+        what = name, op, pass_, made, stream, moved, flops, least, source, why
+        self.lines.append(Line(*what, self._waits))
+        self._waits = ()
+
+
 def lines(plan: Plan, gpu: Chip) -> list[Line]:
     """The lines of a plan, in the order in which it runs."""
-    kernels, s, found = launched(plan, gpu), plan.schedule, []
+    kernels, s, writer = launched(plan, gpu), plan.schedule, Writer(gpu, plan.why)
     forward = set(s.forward)
-    numbers: dict[Move, int] = {}  # of lines behind which moves are done
-    waits: tuple[int, ...] = ()
     for move in s.moves:
         pass_ = "forward" if move in forward else "backward"
-        # what follows a move that only waits does
-        waits += tuple(numbers[other] for other in move.waits)
-        for node in move.all_nodes:
-            which = "parameters" if node in s.fixed else pass_
-            options = kernels[node], move.stream, gpu, plan.why, waits
-            found.append(line_of((node,), which, *options))
-            waits = ()
-        numbers[move] = max(len(found) - 1, 0)
-    return found
+        with writer.of(move):
+            for node in move.all_nodes:
+                which = "parameters" if node in s.fixed else pass_
+                writer.write((node,), which, kernels[node], move.stream)
+    return writer.lines
 
 
 def page(plan: Plan, gpu: Chip) -> Page:
     return Page(lines(plan, gpu), f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak")
-
-
-def line_of(
-    nodes: Sequence[Node],
-    pass_: str,
-    made: Launched,
-    stream: int,
-    gpu: Chip,
-    why: Mapping[Value, list[str]],
-    waits: tuple[int, ...] = (),
-) -> Line:
-    """Of nodes that are launched together."""
-    node = nodes[-1]
-    values = {v for n in nodes if n.op not in FREE for v in _moved(n)}
-    own = {v for n in nodes[:-1] for v in n.outputs.values()}
-    moved = sum(v.bytes for v in values - own)
-    flops = sum(map(flops_of, nodes))
-    shape = "x".join(map(str, node.out.shape))
-    alike = sum(n.op == node.op for n in nodes)
-    name = f"{node.out.name.split('.')[0]} {shape}" + (f" and {alike - 1} more" * (alike > 1))
-    reasons = dict.fromkeys(r for n in nodes for v in n.outputs.values() for r in why.get(v, ()))
-    return Line(
-        name,
-        node.op,
-        pass_,
-        made,
-        stream,
-        moved,
-        flops,
-        floor(gpu, flops, moved),
-        node.source,
-        "; ".join(reasons),
-        waits,
-    )
 
 
 def bytes_of(node: Node) -> int:

@@ -6,7 +6,7 @@ The step runs over host tensors for which launchers assume a GPU, and its launch
 import torch
 from torch import Tensor
 
-from triton_kernels.registry.chips import Chip, floor
+from triton_kernels.registry.chips import Chip
 
 from ...models.conditions import Given, parts_of
 from ...models.flat_parameters import FlatParameters
@@ -14,7 +14,7 @@ from ...models.unet import UNet
 from ..embedding import TOGETHER
 from ..graph import PlanError, Value
 from ..moves import Move
-from ..printed import Launched, Line, Notes, Page, is_interpreted, line_of, noting
+from ..printed import Launched, Notes, Page, Writer, is_interpreted, noting
 from .network import TrainingUNet, step_kernels
 from .plan import StepPlan
 
@@ -40,7 +40,7 @@ def step_page(
         network = TrainingUNet(model, flat, kernels, recompute, ready=lambda start: None)
         made = network.plan_of(x, *network.tokens(parts_of(labels)))
         notes.taken()  # the tokens, which the call makes again
-        written = _Writing(network, notes, gpu, made)
+        written = _Step(network, notes, gpu, made)
         network.watch = written.add
         network.forget_gradients()  # as a step does whose gradient is of one pass
         y = network(x, t, labels, rng=rng)
@@ -53,54 +53,40 @@ def step_page(
         f"memory: {most / 1e6:,.0f} MB of activations and their gradients at the peak ({where}),"
         f" and {held / 1e6:,.0f} MB of parameters, gradients and the optimizer's state"
     )
-    return Page(written.lines, memory)
+    return Page(written.writer.lines, memory)
 
 
-class _Writing:
-    """Writes a line for each move."""
+class _Step:
+    """Writes what the moves of a step launch, as they are made."""
 
     def __init__(self, network: TrainingUNet, notes: Notes, gpu: Chip, made: StepPlan) -> None:
-        self.network, self.notes, self.gpu = network, notes, gpu
-        self.made = made
-        self.backward = set(self.made.schedule.backward)
-        self.numbers: dict[Move, int] = {}  # of lines behind which moves are done
-        self.lines: list[Line] = []
+        self.network, self.notes, self.made = network, notes, made
+        self.backward = set(made.schedule.backward)
+        self.writer = Writer(gpu, made.why)
 
     def add(self, move: Move, values: dict[Value, Tensor]) -> None:
-        found = self.notes.taken()
+        found, write = self.notes.taken(), self.writer
         for value in (*move.reads, *move.made):
             if value in values and value not in self.made.placed:
                 value.shape = tuple(values[value].shape)  # as the kernels have made it
         pass_ = "backward" if move in self.backward else "forward"
-        waits = tuple(self.numbers[other] for other in move.waits if other in self.numbers)
-        if move.nodes:
-            found = Launched((move.nodes[0].op,)) if is_interpreted() else found
-            if move.nodes[0].op == "bias_grad" and not move.before:
-                found = Launched(())  # in `sums`
-            fixed = pass_ == "forward" and all(v in self.made.low for v in move.reads)
-            self.lines.append(
-                line_of(
-                    move.all_nodes,
-                    "parameters" if fixed else pass_,
-                    found,
-                    move.stream,
-                    self.gpu,
-                    self.made.why,
-                    waits,
-                )
-            )
-        elif found.kernels != ("PyTorch",) or move.what == "wait":
-            self._other(move, pass_, found, waits)
-        self.numbers[move] = max(len(self.lines) - 1, 0)
+        with write.of(move):
+            if move.nodes:
+                found = Launched((move.nodes[0].op,)) if is_interpreted() else found
+                if move.nodes[0].op == "bias_grad" and not move.before:
+                    found = Launched(())  # in `sums`
+                fixed = pass_ == "forward" and all(v in self.made.low for v in move.reads)
+                write.write(move.all_nodes, "parameters" if fixed else pass_, found, move.stream)
+            elif move.what == "wait":
+                write.write_other(move.what, move.what, pass_, Launched(()), move.stream, 0)
+            elif found.kernels != ("PyTorch",):
+                self._other(move, pass_, found)
 
-    def _other(self, move: Move, pass_: str, found: Launched, waits: tuple[int, ...]) -> None:
+    def _other(self, move: Move, pass_: str, found: Launched) -> None:
         """What is no node: sums for norms and biases, and the embedding's layers."""
-        name, read = move.what, 0
+        name, stream, read = move.what, move.stream, 0
         if move.what in ("begin", "finish"):
-            name, read = f"embedding, {pass_}", self.network.embedding.projection.weight.nbytes
-        stream = _EMBEDDING if name.startswith("embedding") else move.stream
-        least = floor(self.gpu, 0, read)
-        launched = Launched(() if move.what == "wait" else found.kernels, found.config)
-        self.lines.append(
-            Line(name, move.what, pass_, launched, stream, read, 0, least, "", "", waits)
-        )
+            weight = self.network.embedding.projection.weight
+            name, stream, read = f"embedding, {pass_}", _EMBEDDING, weight.nbytes
+        made = Launched(found.kernels, found.config)
+        self.writer.write_other(name, move.what, pass_, made, stream, read)
