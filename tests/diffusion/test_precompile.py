@@ -104,7 +104,9 @@ def test_copies_compile_without_a_gpu(tmp_path):
     said, _, first = run("broken")
     assert said == "1 kernels did not compile; 0 copies died" and len(first) == 3
     said, errors, again = run()
-    assert said == "[0, 1, 2]" and again == first and errors == ""
+    # Triton 3.6 links its launchers with a driver, which a machine without a GPU lacks
+    lines = [x for x in errors.splitlines() if not x.startswith("a launcher is not built ahead: ")]
+    assert said == "[0, 1, 2]" and again == first and lines == []
 
 
 @pytest.fixture

@@ -125,4 +125,5 @@ def _build_launcher(compiled: Any) -> None:
     try:
         nvidia.CudaLauncher(compiled.src, compiled.metadata)
     except Exception as error:  # no C compiler, no driver to link: it is left to the launch
-        print(f"a launcher is not built ahead: {error}"[:500], file=sys.stderr, flush=True)
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        print(f"a launcher is not built ahead: {said}"[:500], file=sys.stderr, flush=True)
