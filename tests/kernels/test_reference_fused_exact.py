@@ -36,19 +36,19 @@ def block(fused, x1, x2, weight, bias, scale, shift, filters, dy, groups, activa
     dz, sums = fused.conv_input_grad(dy, filters, inputs=xs, table=table, activation=activation)
     constants = weight.new_ones(len(filters)), weight.new_zeros(len(filters))
     y_table = fused.norm_table((y_partials,), (pixels[0],), 2, *constants, EPS)
-    grads = {name: torch.zeros_like(weight) for name in ("weight", "bias", "input_bias")}
     film = {name: torch.zeros_like(scale) for name in ("scale", "shift", "emb")}
     alone = {}
     if x2 is None:
-        alone = {
-            "input_partials": partials[0],
-            "emb_grad_out": film["emb"],
-            "bias_grad_out": grads["input_bias"],
-        }
+        alone = {"input_partials": partials[0], "emb_grad_out": film["emb"]}
+    names = ("weight", "bias", "input_bias") if alone else ("weight", "bias")
+    summands = weight.new_full((len(dy), len(names) * len(weight)), torch.nan)
     coeff = fused.norm_grad_table(
-        sums, table, pixels[0], groups, grads["weight"], grads["bias"], weight=weight, bias=bias,
-        scale=scale, grad_scale_out=film["scale"], grad_shift_out=film["shift"], **alone,
+        sums, table, pixels[0], groups, None, None, weight=weight, bias=bias, scale=scale,
+        grad_scale_out=film["scale"], grad_shift_out=film["shift"], rows_out=summands, **alone,
     )  # fmt: skip
+    total = torch.empty_like(summands[0])
+    fused.bias_grad(summands, total)
+    grads = dict(zip(names, total.split(len(weight)), strict=True))
     dx1, dx2, rows = fused.norm_dx(dz, x1, x2, coeff, sums=True)
     terms = (dz * coeff[:, 0, None, None]).abs()  # of dx, and of its sums
     weights = filters.abs().sum((1, 2, 3)).norm()
@@ -69,9 +69,10 @@ def block(fused, x1, x2, weight, bias, scale, shift, filters, dy, groups, activa
         "dx1": (dx1, terms.norm()),
         "rows": (rows.sum(0), terms.sum((0, 1, 2)).norm()),
         "emb": (film["emb"], terms.sum((1, 2)).norm()),
-        "input bias": (grads["input_bias"], terms.sum((0, 1, 2)).norm()),
     }
-    return found if x2 is None else found | {"dx2": (dx2, terms.norm())}
+    if x2 is not None:
+        return found | {"dx2": (dx2, terms.norm())}
+    return found | {"input bias": (grads["input_bias"], terms.sum((0, 1, 2)).norm())}
 
 
 def check_block(ops, shape, second, co, groups, mean, deviation, *, floor=ROUNDINGS, device="cpu"):
