@@ -48,7 +48,7 @@ GROUP = 4  # gradients of weights in a launch, or a piece of work
 SHARE = 0.5  # of the multiprocessors: see docs/tried.md
 GROUP_BYTES = 192 * 2**20
 LITTLE = 8 * 2**20  # bytes of an activation
-MUCH = 32 * 2**20
+MOST_HELD = 32 * 2**20  # bytes of a tensor that a held gradient keeps, about
 LARGER = 16  # times as many pixels
 _LAYER = re.compile(r"\w+(\.\d+)*")  # up to the name of something in it
 _BLOCK = re.compile(r"(\w+?\.)?\w+")  # the first two parts of a parameter's name
@@ -234,7 +234,7 @@ class _Order:
         if not self.reached:
             first = next((n for n in nodes if _chain_gradient(n)), None)
             most = max(dy.bytes, first.out.bytes if first else 0)  # of what is held, about
-            holds = large and most < MUCH
+            holds = large and most < MOST_HELD
             self.reached = pixels <= self.smallest
             self.moves.append(Move("release" if self.reached else "hold" if holds else "keep"))
         if self.reached and not self.is_met and (large and pixels > self.smallest or is_last):
