@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
 from benchmarks import harness
-from benchmarks.harness import MATRIX_PEAK, MEMORY_PEAK
+from benchmarks.harness import Rates, rates_of
 from benchmarks.steps import build_step
 from benchmarks.work import Work, noted_work
 from triton_kernels.registry import choose
@@ -72,8 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     for k in range(2):
         step.plain(k)
     steps = [_profiled(step.plain, 10 + k) for k in range(settings["steps"])]
-    gpu = harness.provenance().gpu
-    rates = MEMORY_PEAK.get(gpu, 0), MATRIX_PEAK.get(gpu, 0)
+    rates = rates_of(harness.provenance().gpu)
     with Path(settings["out"]).open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(_HEAD)
@@ -137,7 +136,7 @@ def kernels_of_calls(trace: dict[str, Any]) -> dict[int, list[tuple[str, float]]
 
 def lines(
     steps: Sequence[tuple[list[Call], list[Work], dict[int, list]]],
-    rates: tuple[float, float],  # TB/s and TFLOP/s; 0: not known
+    rates: Rates,
 ) -> Iterator[list]:
     """Of the CSV."""
     calls, work, first = steps[0]

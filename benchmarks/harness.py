@@ -20,6 +20,7 @@ import triton
 from torch import Tensor
 
 from diffusion.errors import ConfigError
+from triton_kernels.registry.chips import CHIPS
 from triton_kernels.runtime.cache_keys import settle_cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,10 +30,20 @@ OURS = "triton"  # the provider that the others are compared with
 LEAST = "least_copy"  # the op of a row on `Experiment.least`
 STEADY = 1.15  # p80 over p20; what is more was disturbed
 
-# dense bf16 with float32 accumulation, as cuBLAS reaches it; TFLOP/s
-MATRIX_PEAK = {"nvidia-h200": 790.0, "nvidia-h100-80gb-hbm3": 790.0}
-# TB/s read and written, as a large copy reaches it
-MEMORY_PEAK = {"nvidia-h200": 4.23, "nvidia-h100-80gb-hbm3": 3.0}
+
+class Rates(NamedTuple):
+    """What a large copy and a large product reach, in `registry.chips`."""
+
+    copies: float | None  # TB/s read and written; here and below None: nobody has measured it
+    products: float | None  # TFLOP/s of 16 bits
+
+
+def rates_of(gpu: str) -> Rates:
+    """Those of a GPU by its name, such as nvidia-h200."""
+    for name, chip in CHIPS.items():
+        if chip.measured and name in gpu.split("-"):
+            return Rates(chip.copies / 1e12, chip.products / 1e12)
+    return Rates(None, None)
 
 
 # --- rows -----------------------------------------------------------------------------------------

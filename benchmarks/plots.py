@@ -16,7 +16,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from benchmarks import harness
-from benchmarks.harness import MATRIX_PEAK, ROOT, Row
+from benchmarks.harness import ROOT, Row, rates_of
 from benchmarks.summary import TIMED, files_of_ops, write_into
 from diffusion.errors import ConfigError
 
@@ -226,7 +226,8 @@ def _draw_roofline(
     """Rate over arithmetic intensity, under the roofs measured in the same run; for an op without
     matrix products, bandwidth over the bytes it has to move."""
     bandwidth = max((row.tbytes for row in roofs if row.op == "copy"), default=None)
-    peak = MATRIX_PEAK.get(gpu) or max((r.tflops for r in roofs if r.op == "matmul"), default=None)
+    products = max((r.tflops for r in roofs if r.op == "matmul"), default=None)
+    peak = rates_of(gpu).products or products
     by_flops = any(row.flops for row in rows)
     if by_flops and any(row.dtype == "bf16" for row in rows):
         op, rows = f"{op} in bf16", [row for row in rows if row.dtype == "bf16"]  # as the roof is

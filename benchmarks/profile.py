@@ -36,7 +36,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from benchmarks import harness
-from benchmarks.harness import MATRIX_PEAK, MEMORY_PEAK, check_choice
+from benchmarks.harness import check_choice, rates_of
 from benchmarks.sampling import PROVIDERS as SAMPLING_PROVIDERS
 from benchmarks.sampling import evaluation_step
 from benchmarks.steps import PROVIDERS, Step, build_step
@@ -145,10 +145,10 @@ def print_profile(step: Step, provider: str, settings: dict[str, Any]) -> None:
     """The tables of a step, and what it takes as a graph."""
     wall, host = time_host(step.plain, 10)
     kernels = profile_step(step.plain, settings["steps"], settings["trace"])
-    gpu = harness.provenance().gpu
     with noted_work() as calls:
         step.plain(0)
-    peaks = MEMORY_PEAK.get(gpu), MATRIX_PEAK.get(gpu) if provider.endswith("bf16") else None
+    rates = rates_of(harness.provenance().gpu)
+    peaks = rates.copies, rates.products if provider.endswith("bf16") else None
     work = Floors(by_family(calls if step.planned else []), *peaks)
     print(report(kernels, settings["steps"], settings["top"], wall, host, work))
     try:

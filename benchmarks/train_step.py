@@ -26,7 +26,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.cases import meta_model
-from benchmarks.harness import MATRIX_PEAK, OURS, Provenance, Row, WrongResult, check_choice
+from benchmarks.harness import OURS, Provenance, Row, WrongResult, check_choice, rates_of
 from benchmarks.steps import PROVIDERS, Step, build_step, check_ours
 from diffusion.runtime.backend import require_determinism
 
@@ -155,7 +155,7 @@ class Table:
         self._save()
 
     def __str__(self) -> str:
-        peak = MATRIX_PEAK.get(self.origin.gpu)
+        peak = rates_of(self.origin.gpu).products
         table = format_results(self.results, self.flops, peak) if self.results else ""
         parts = [table, format_memory(self.results, gpu_memory())]
         parts.append("\n".join(f"- {note}" for note in self.notes))

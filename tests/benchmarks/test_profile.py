@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import triton_kernels
-from benchmarks import profile, work
+from benchmarks import harness, profile, work
 from triton_kernels import fused_ops
 from triton_kernels.conv.plain.split_k import SplitConv
 
@@ -162,3 +162,9 @@ def test_work_is_noted_where_the_plan_does_it():
     with work.noted_work() as calls:
         triton_kernels.normal((1, 2, 2, 4), RNG, stream=0)
     assert [call.bytes for call in calls] == [16 + 64]
+
+
+def test_rates_are_those_of_the_chips():
+    h100 = harness.rates_of("nvidia-h100-80gb-hbm3")
+    assert (h100.copies, h100.products) == (3.0, 798.0)
+    assert harness.rates_of("nvidia-a100-sxm4-80gb") == (None, None)  # by its data sheet alone
