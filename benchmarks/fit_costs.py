@@ -146,6 +146,14 @@ def leave_out(layers: Layers) -> list[tuple[float, str]]:
     return sorted(found, reverse=True)
 
 
+def write(path: Path, fitted: dict[str, tuple[float, ...]]) -> None:
+    """Into a file of costs, which keeps what else it has."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    found |= {name: [float(f"{v:.4g}") for v in p] for name, p in fitted.items()}
+    lines = [f"{json.dumps(name)}: {json.dumps(found[name])}" for name in sorted(found)]
+    path.write_text("{" + ",\n ".join(lines) + "}\n")
+
+
 def main() -> None:
     options = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
     paths = [word for word in sys.argv[1:] if "=" not in word]
@@ -163,8 +171,7 @@ def main() -> None:
     for name, values in fitted.items():
         print(f"{name:45s}", " ".join(f"{v:.3f}" for v in values))
     if "out" in options:
-        text = json.dumps({name: [float(f"{v:.4g}") for v in p] for name, p in fitted.items()})
-        Path(options["out"]).write_text(text.replace("], ", "],\n ") + "\n")
+        write(Path(options["out"]), fitted)
 
 
 if __name__ == "__main__":

@@ -55,3 +55,10 @@ def test_the_sweep_has_every_pass_and_kernel():
         for kernel, _ in sweep_configs.candidates(sweep_configs.OPS[name], spec, HOPPER)
     }
     assert {"tma", "tile_mma", "stationary_weights", "tma_wgrad", "row_wgrad"} <= kernels
+
+
+def test_a_file_keeps_what_is_not_fitted(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"b": {"wave": 2.0}, "a": [1.0]}))
+    fit_costs.write(path, {"a": (3.14159,), "c": (0.0,)})
+    assert json.loads(path.read_text()) == {"a": [3.142], "b": {"wave": 2.0}, "c": [0.0]}

@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from ..hopper.descriptors import SUPPORTED
+from ..registry.cost import fitted_to
 from ..registry.kernel import Kernel, configures
 from ..runtime.device import Device
 from .stage_spec import StageSpec
@@ -33,14 +34,19 @@ _ROWS = 64  # channels out of a program: the height of `wgmma`
 _MOST_POSITIONS = 256  # its width
 _RESERVED = 1024  # bytes of shared memory that a program has besides what it asks for
 _SIDE_POSITIONS = 128  # beside a 1x1 skip, whose sums are in registers too
-# What `_microseconds` thinks of an H200, fitted to 143 cuts of layers of 8 and of 64 samples
-_BYTES_PER_NS = 88.0  # that a multiprocessor fetches
-_ALL_BYTES_PER_NS = 6300.0  # that all do
-_SUMS_PER_NS = 490.0  # written or read
-_PRODUCTS_PER_NS = 2200.0  # in 16 bits; half as many of 32 bits, in blocks of half as many
-_SPLIT_COLUMNS = 64  # of a product that take as long as to split its weights
-_WAVE_NS = 1300.0  # until the first bytes are there, and behind the last
-_LATENCY_NS = 150.0  # of a block that is fetched once a slot is free
+
+
+class _Rates(NamedTuple):
+    """What `_microseconds` knows of a chip, in nanoseconds: of an H200 it was fitted to 143 cuts of
+    layers of 8 and of 64 samples."""
+
+    bytes: float  # a nanosecond, that a multiprocessor fetches
+    all_bytes: float  # that all do
+    sums: float  # written or read
+    products: float  # in 16 bits; half as many of 32 bits, in blocks of half as many
+    split_columns: float  # of a product that take as long as to split its weights
+    wave: float  # until the first bytes are there, and behind the last
+    latency: float  # of a block that is fetched once a slot is free
 
 
 @configures("whole")
@@ -105,18 +111,19 @@ def _microseconds(shape: StageSpec, device: Device, c: Cut) -> float:
     waves = triton.cdiv(programs, at_once * device.num_sms)
     each = min(at_once, triton.cdiv(programs, device.num_sms))
 
-    rate = min(_BYTES_PER_NS, _ALL_BYTES_PER_NS / min(programs, device.num_sms)) / each
+    rates = fitted_to("whole", _Rates)
+    rate = min(rates.bytes, rates.all_bytes / min(programs, device.num_sms)) / each
     weights = 128 * shape.tiles * _ROWS / rate
     samples = 128 * shape.parts * min(shape.t, shape.fetched(c.times)) * c.samples / rate
     columns = max(64, c.samples * c.times)
     if shape.split:
-        columns = 3 * (columns + _SPLIT_COLUMNS)
-    products = shape.tiles * _ROWS * 64 * columns * each / _PRODUCTS_PER_NS
+        columns = 3 * (columns + rates.split_columns)
+    products = shape.tiles * _ROWS * 64 * columns * each / rates.products
     block = max(products, samples) + min(products, samples) / 2
-    refilled = max(block, (_LATENCY_NS + weights + samples + block) / c.slots)
+    refilled = max(block, (rates.latency + weights + samples + block) / c.slots)
     blocks = c.slots * block + (c.blocks - c.slots) * refilled
     sums = 2 * splits(shape, c) * shape.n * shape.positions * shape.rows * (1 + shape.side)
-    return 1e-3 * (waves * (_WAVE_NS + blocks) + sums / _SUMS_PER_NS)
+    return 1e-3 * (waves * (rates.wave + blocks) + sums / rates.sums)
 
 
 KERNEL = Kernel("whole", Cut, refuse, _configs, _microseconds)

@@ -18,7 +18,7 @@ import logging
 from functools import lru_cache
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..runtime.device import Device
 
@@ -71,10 +71,30 @@ def terms(work: Work, gpu: Device) -> tuple[float, ...]:
 
 @lru_cache
 def parameters(arch: int) -> dict[str, tuple[float, ...]]:
-    """By kernel and fields; none for an architecture that nobody has fitted."""
+    """Of `terms`, by kernel and fields; none for an architecture that nobody has fitted."""
+    return {key: tuple(v) for key, v in _file(arch).items() if isinstance(v, list)}
+
+
+N = TypeVar("N", bound=tuple)  # a NamedTuple of numbers
+
+
+@lru_cache
+def fitted_to(name: str, kind: type[N], arch: int = HOPPER) -> N:
+    """The numbers of a kernel whose time is no sum of `terms`, but a formula of its own."""
+    found = _file(arch).get(name)
+    if not isinstance(found, dict):
+        raise LookupError(f"costs_sm_{arch}.json has no numbers of the kernel {name}")
+    return kind(**found)
+
+
+@lru_cache
+def _file(arch: int) -> dict[str, Any]:
     path = _MEASURED / f"costs_sm_{arch}.json"
     try:
-        return {key: tuple(values) for key, values in json.loads(path.read_text()).items()}
+        found = json.loads(path.read_text())
+        if not all(isinstance(v, list | dict) for v in found.values()):
+            raise TypeError("a kernel has a list of parameters, or numbers by their names")
+        return found
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
