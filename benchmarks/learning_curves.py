@@ -16,6 +16,13 @@ from benchmarks import harness
 from diffusion.errors import ConfigError
 
 OURS = (harness.OURS, "torch")  # the framework, by one of its backends
+_NAMES = {  # of the kinds of a provider, in the picture
+    harness.OURS: "ours",
+    "torch": "ours, reference kernels",
+    "compile": "torch.compile",
+    "autotune": "torch.compile, max-autotune",
+    "eager": "eager PyTorch",
+}
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,18 @@ def format_curves(curves: dict[str, list[Point]]) -> str:
     return harness.format_table([*header, "ours has this loss after s", "times faster"], lines)
 
 
+def _label(provider: str) -> str:
+    kind, _, precision = provider.partition("-")
+    return f"{_NAMES[kind]}, {precision}"
+
+
 def plot(curves: dict[str, list[Point]], path: Path, title: str) -> None:
     """Held-out loss over seconds of training, both logarithmic; step 0 is left out."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name, curve in curves.items():
         trained = [point for point in curve if point.seconds > 0]
         x, y = [p.seconds for p in trained], [p.held_out for p in trained]
-        axes.plot(x, y, label=name, marker="o", markersize=3, linewidth=1.5)
+        axes.plot(x, y, label=_label(name), marker="o", markersize=3, linewidth=1.5)
     axes.set_yscale("log")
     plain = FuncFormatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_major_formatter(plain)
