@@ -29,7 +29,6 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MIN_PIXELS = 16  # of an image
 _GROUPS = (1, 2, 4, 8, 16)  # channels of one: those of a warp, which sums them by shuffles
-_TILE_CHANNELS = 64
 
 
 class NextNorm(NamedTuple):
@@ -47,7 +46,7 @@ class NextNorm(NamedTuple):
 def _refuse_norm(spec: ConvSpec) -> str | None:
     """Why tiles do not have whole groups, or whole images."""
     c, pixels = spec.c + spec.beside, spec.h * spec.w
-    if c % spec.groups or c // spec.groups not in _GROUPS or spec.beside % _TILE_CHANNELS:
+    if c % spec.groups or c // spec.groups not in _GROUPS or spec.beside % tile_mma.CHANNELS:
         return f"{c} channels in {spec.groups} groups; a group has {', '.join(map(str, _GROUPS))}"
     if spec.n == 0 or pixels < _MIN_PIXELS or single_tile.PIXELS % pixels:
         return f"{spec.n} images of {pixels} pixels; tiles have {single_tile.PIXELS}"
@@ -78,7 +77,7 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
     faster without the norm."""
     configs = _whole_images(spec, gpu)
     smallest = configs[0]
-    tiles = spec.n * spec.h * spec.w // smallest.block_m * (spec.c // _TILE_CHANNELS)
+    tiles = spec.n * spec.h * spec.w // smallest.block_m * (spec.c // tile_mma.CHANNELS)
     if tiles <= gpu.num_sms:
         return configs
     larger = [c for c in configs if c.block_m > smallest.block_m]

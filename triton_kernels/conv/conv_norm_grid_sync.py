@@ -25,14 +25,13 @@ from .hopper.operands import NormOfResult, Operands
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_TILE_CHANNELS = 64
 _MOST_WORDS = 16  # that a thread waits for at a time
 _MEETING = 96  # pixels of a tile that take as long as the epilogue that nothing hides
 _LEAST_LANES = 4  # of threads, which have a channel's accumulators among them
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    if spec.n == 0 or spec.c % spec.groups or spec.c // spec.groups > _TILE_CHANNELS:
+    if spec.n == 0 or spec.c % spec.groups or spec.c // spec.groups > tile_mma.CHANNELS:
         return f"{spec.n} images of {spec.c} channels in {spec.groups} groups"
     if reason := tile_mma.refuse(spec, gpu, ragged=False):
         return reason
@@ -43,18 +42,18 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
     """Tiles of one image, all of which can be under way at once. First that with the shortest
     rounds, whose meeting takes as long as so many pixels, by what was measured at 8 to 64 images;
     with the filters beside the pixels."""
-    blocks, group = spec.c // _TILE_CHANNELS, spec.c // spec.groups
+    blocks, group = spec.c // tile_mma.CHANNELS, spec.c // spec.groups
     lanes = max(_LEAST_LANES, 1 << (group - 1).bit_length())
     found = []
     for tile in tile_mma.configs(spec, gpu):
         images, rows, width = tile_mma.box_of(tile, spec.h, spec.w)
-        words = lanes * (spec.h // rows) * _TILE_CHANNELS // 128
+        words = lanes * (spec.h // rows) * tile_mma.CHANNELS // 128
         together = spec.h // rows * blocks <= gpu.num_sms
         if images == 1 and width == spec.w and words <= _MOST_WORDS and together:
             found.append(tile)
 
     def time(config: tile_mma.TileMma) -> int:
-        tiles = spec.n * spec.h * spec.w * spec.c // (config.block_m * _TILE_CHANNELS)
+        tiles = spec.n * spec.h * spec.w * spec.c // (config.block_m * tile_mma.CHANNELS)
         return -(-tiles // gpu.num_sms) * (config.block_m + _MEETING)
 
     return sorted(found, key=lambda c: (time(c), not c.filters_with_pixels))

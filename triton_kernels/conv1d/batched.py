@@ -18,7 +18,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ..hopper.descriptors import SUPPORTED
+from ..hopper.descriptors import BARRIERS, SUPPORTED
 from ..registry.cost import fitted_to
 from ..registry.kernel import Kernel, configures
 from ..runtime.device import Device
@@ -32,7 +32,6 @@ if SUPPORTED:
 
 _ROWS = 64  # channels out of a program: the height of `wgmma`
 _MOST_POSITIONS = 256  # its width
-_RESERVED = 1024  # bytes of shared memory that a program has besides what it asks for
 _SIDE_POSITIONS = 128  # beside a 1x1 skip, whose sums are in registers too
 
 
@@ -86,7 +85,7 @@ def _configs(spec: StageSpec, gpu: Device) -> list[Cut]:
         if 16 <= samples * times <= most
         and (slots == blocks or 2 <= slots < blocks)
         and spec.channels % (blocks * spec.width) == 0
-        and _shared(spec, samples, times, slots) <= gpu.shared_memory - _RESERVED
+        and _shared(spec, samples, times, slots) <= gpu.shared_memory - BARRIERS
     ]
 
 
@@ -106,8 +105,8 @@ def _microseconds(shape: StageSpec, device: Device, c: Cut) -> float:
     slot that was used is waited for, unless the other slots hold enough to multiply."""
     parts = triton.cdiv(shape.n, c.samples) * triton.cdiv(shape.positions, c.times)
     programs = shape.rows // _ROWS * parts * splits(shape, c)
-    shared = _shared(shape, c.samples, c.times, c.slots) + _RESERVED
-    at_once = (device.shared_memory + _RESERVED) // shared
+    shared = _shared(shape, c.samples, c.times, c.slots) + BARRIERS
+    at_once = (device.shared_memory + BARRIERS) // shared
     waves = triton.cdiv(programs, at_once * device.num_sms)
     each = min(at_once, triton.cdiv(programs, device.num_sms))
 

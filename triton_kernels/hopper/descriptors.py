@@ -14,6 +14,10 @@ except (ImportError, AttributeError) as error:
 else:
     SUPPORTED, MISSING = True, None
 
+BARRIERS = (
+    1024  # bytes of a program's shared memory, and what the compiler wants beside its buffers
+)
+
 
 def takes(x: Tensor) -> bool:
     """Whether it is on a Hopper GPU, with a Triton that has Gluon, and has 16 bits a number."""

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...hopper.descriptors import BARRIERS, SUPPORTED, in_boxes
 from ...registry.cost import Work
 from ...registry.spec import FEW_IMAGES, ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -27,9 +27,7 @@ if SUPPORTED:
 _WIDTHS = (16, 32, 64)  # pixels of a row
 _MOST_PIXELS = 64  # of a tile
 _PARTS_PIXELS = 256  # of an image
-_ENDLESS = 1024  # blocks of channels
 _FILTERS = 3 * 64 * 128  # bytes of a unit
-_RESERVED = 1024  # bytes of shared memory for barriers
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
@@ -58,7 +56,7 @@ def count_parts(spec: ConvSpec, gpu: Device) -> int:
 
 def _held(spec: ConvSpec, gpu: Device) -> int:
     """Units of a sum of any length that a program holds at once."""
-    return slots([_ENDLESS], tile_pixels(spec.w), 1, gpu.shared_memory)
+    return _room(tile_pixels(spec.w), gpu.shared_memory)
 
 
 def _programs(spec: ConvSpec) -> int:
@@ -132,8 +130,12 @@ def _launch(
 def slots(blocks: Sequence[int], pixels: int, count: int, shared_memory: int) -> int:
     """Units that find room beside the result, of a convolution of so many blocks in so many
     parts."""
-    room = shared_memory - _RESERVED - pixels * 128
-    return min(room // (_FILTERS + 2 * pixels * 128), -(-3 * blocks[0] // count) + sum(blocks[1:]))
+    return min(_room(pixels, shared_memory), -(-3 * blocks[0] // count) + sum(blocks[1:]))
+
+
+def _room(pixels: int, shared_memory: int) -> int:
+    """The same, of a sum of any length."""
+    return (shared_memory - BARRIERS - pixels * 128) // (_FILTERS + 2 * pixels * 128)
 
 
 def _in_rows(x: Tensor, pixels: int) -> "TensorDescriptor":

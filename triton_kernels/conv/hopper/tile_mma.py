@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...hopper.descriptors import BARRIERS, SUPPORTED, in_boxes
 from ...noise.mask_words import mask_words
 from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
@@ -61,6 +61,7 @@ TILES = (
     TileMma(64, True),
 )
 
+CHANNELS = 64  # of a tile
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _WHOLE = (4, *WIDTHS)  # of those that are whole, with an epilogue
 _COLUMNS = (32, 16, 8)  # of a tile in other images: the longest that divides their rows
@@ -70,7 +71,6 @@ WIDTHS_OF_MEANS = (8, 16, 32)
 # kernel has a program beside this one's.
 _REGISTERS = {256: 240, 128: 168, 64: 120}
 _LOADER_REGISTERS = 24
-_RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
 
 
 def refuse(spec: ConvSpec, gpu: Device, ragged: bool = True) -> str | None:
@@ -173,7 +173,7 @@ def rings(config: TileMma, width: int, shared_memory: int) -> tuple[int, int]:
     result. A block is needed for three filters, and neither ring should wait for the other. 0
     filters: three with each block, in the same ring."""
     pixels = config.block_m
-    left = shared_memory - _RESERVED - 2 * pixels * 128
+    left = shared_memory - BARRIERS - 2 * pixels * 128
     block, tap = (pixels + 2 * width) * 128, 64 * 128
 
     if config.filters_with_pixels:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ...activations import rounded_grad
-from ...hopper.descriptors import SUPPORTED, in_boxes, missing
+from ...hopper.descriptors import BARRIERS, SUPPORTED, in_boxes, missing
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
@@ -41,7 +41,6 @@ TILES = (256, 128, 64)  # pixels
 _WIDTHS = (4, 8, 16, 32)  # pixels of a row of the small image
 _MOST_IMAGES = 8  # of a tile; of 16 the epilogue of an input gradient has too few registers
 _MOST_BLOCKS = 6  # in shared memory
-_RESERVED = 1024  # bytes of shared memory for barriers, and what the compiler wants
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
@@ -65,7 +64,7 @@ def tiles(spec: ConvSpec) -> list[int]:
 def blocks_of(pixels: int, width: int, shared_memory: int) -> int:
     """Of a tile with rows of `width`, with two filters each, that shared memory holds beside two
     tiles of the result."""
-    left = shared_memory - _RESERVED - 2 * pixels * 128
+    left = shared_memory - BARRIERS - 2 * pixels * 128
     return min(_MOST_BLOCKS, left // ((pixels + width + 2 * 64) * 128))
 
 
