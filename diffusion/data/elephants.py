@@ -32,7 +32,7 @@ from .image_set import ImageSet, check_memory, parse_size
 
 TRUNKS = ("trunk_down", "trunk_curled", "trunk_raised")
 
-_PART = 250  # pictures that a process draws at a time
+_PART = 64  # pictures that a process draws at a time
 _LOOK = 0.5  # seconds between two looks of a process for the one that it draws for
 _DRAWS = 32  # uniforms used by one picture, at most
 _TURN = np.linspace(0, 2 * np.pi, 24, endpoint=False)

@@ -2,6 +2,7 @@
 what it tells a tracker."""
 
 import csv
+import importlib.util
 import io
 import logging
 import math
@@ -11,12 +12,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from ..errors import ConfigError
 from .pictures import draw_film, draw_loss_curve, save_grid
 from .tracker import Tracker
 
@@ -130,13 +133,24 @@ class RunLog:
         self._scores: _Table | None = None
         self._held_out: _Table | None = None
         self._evaluated_before = step if evaluated_before is None else evaluated_before
-        self._board = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import
+        self._purge_step = row_before + 1 if tensorboard else None
+        if tensorboard and importlib.util.find_spec("tensorboard") is None:
+            raise ConfigError(
+                "train.tensorboard=true, but tensorboard is not installed; install it, or set"
+                " train.tensorboard=false"
+            )
 
-            self._hook = threading.excepthook
-            threading.excepthook = _quiet_board(self._hook)
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=row_before + 1)
+    @cached_property
+    def _board(self) -> Any:
+        """TensorBoard's writer, made when there is something to write, for it takes half a second
+        to import; None: there is none."""
+        if self._purge_step is None:
+            return None
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._hook = threading.excepthook
+        threading.excepthook = _quiet_board(self._hook)
+        return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._purge_step)
 
     def row(self, values: dict[str, float]) -> None:
         """Append one row of FIELDS."""
@@ -198,7 +212,7 @@ class RunLog:
         for table in (self._scores, self._held_out):
             if table is not None:
                 table.close()
-        if self._board is not None:
+        if vars(self).get("_board") is not None:
             self._board.close()
             threading.excepthook = self._hook
         if self._tracker is not None:

@@ -361,6 +361,20 @@ def test_tf32_is_behind_a_run_as_it_was(tmp_path, monkeypatch, before):
         matmul.allow_tf32 = was
 
 
+def test_tensorboard_is_not_imported_before_there_is_something_to_write(tmp_path, monkeypatch):
+    """It takes half a second, and the first step comes before the first row."""
+    log = run_log.RunLog(tmp_path, 0, 0)
+    assert not (tmp_path / "tensorboard").exists()
+    log.row(dict.fromkeys(run_log.FIELDS, 1))
+    assert list((tmp_path / "tensorboard").iterdir())
+    log.close()
+    run_log.RunLog(tmp_path, 1, 1).close()  # nor to be closed
+    monkeypatch.setattr(run_log.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="tensorboard is not installed; .*tensorboard=false"):
+        run_log.RunLog(tmp_path, 1, 1)
+    run_log.RunLog(tmp_path, 1, 1, tensorboard=False).close()
+
+
 def test_a_full_disk_under_tensorboard_is_one_line(tmp_path, capsys, recwarn):
     """Its thread would print a traceback of its own."""
     log = run_log.RunLog(tmp_path, 0, 0)
