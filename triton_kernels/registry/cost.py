@@ -112,11 +112,17 @@ def microseconds(fitted: tuple[float, ...], work: Work, gpu: Device) -> float:
     return sum(p * term for p, term in zip(fitted, terms(work, gpu), strict=True))
 
 
-_LAUNCH = 2.0  # microseconds
-_BYTES = 3e6  # that memory moves in one
+class _Passes(NamedTuple):
+    """What passes over memory take, by a rule of thumb."""
+
+    launch: float  # microseconds
+    bytes: float  # that memory moves in one
+
+
 CACHE = 2**25  # bytes of a tensor that the L2 cache still has when it is read again
 
 
 def of_passes(moved: int, launches: int) -> float:
-    """Microseconds of passes over memory, a rule of thumb."""
-    return launches * _LAUNCH + moved / _BYTES
+    """Microseconds of passes over memory."""
+    rates = fitted_to("passes", _Passes)
+    return launches * rates.launch + moved / rates.bytes
