@@ -15,13 +15,13 @@ from torch import Tensor
 from ..activations import activate_grad, check_activation
 from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs, overlapping
+from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_shape
-from .pass_grid import channel_block
+from .pass_grid import busy_programs, channel_block
 
 _TILE = 4096  # elements that a program has in registers: 16 a thread
 _NUM_WARPS = 8
 _PIXELS = 256  # of a program, about, in a large batch
-_PROGRAMS = 512  # that a small one should have: a program waits for its tiles one after the other
 _FEW_RUNS = 8  # of an image, up to which its readers add up the partials themselves
 _MIN_PIXELS = 16
 
@@ -73,11 +73,12 @@ def _activation_grad_kernel(
     tl.store(out_ptr + C, sum_over_pixels(sum_e, da_ptr.dtype.element_ty), mask=mask_c)
 
 
-def _runs(hw: int, blocks: int) -> int:
+def _runs(hw: int, blocks: int, gpu: Device) -> int:
     """How many, all of one size, the pixels of an image are cut into if each is for so many
-    programs."""
+    programs. A program waits for its tiles one after the other, so there should not be few; those
+    of eight warps are half as many."""
     least = triton.cdiv(hw, _PIXELS)
-    wanted = triton.next_power_of_2(triton.cdiv(_PROGRAMS, max(blocks, 1)))
+    wanted = triton.next_power_of_2(triton.cdiv(busy_programs(gpu) // 2, max(blocks, 1)))
     few = min(wanted, _FEW_RUNS, hw // _MIN_PIXELS)
     return max(k for k in range(1, max(least, few) + 1) if hw % k == 0)
 
@@ -98,7 +99,7 @@ def activation_grad(
     check_shape("table", table, n, 4, c)
     block_c = channel_block(c)
     cb = triton.cdiv(c, block_c)
-    k = _runs(h * w, n * cb)
+    k = _runs(h * w, n * cb, describe(da.device))
     pixels = h * w // k
     block_p = max(1, min(_TILE // block_c, triton.next_power_of_2(pixels)))
     dz = _empty(da.shape, dtype=da.dtype, device=da.device)

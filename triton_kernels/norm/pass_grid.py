@@ -52,6 +52,11 @@ def channel_block(*channels: int) -> int:
     return min(divisor if divisor >= 32 else triton.next_power_of_2(max(channels)), 128)
 
 
+def busy_programs(gpu: Device) -> int:
+    """Programs of four warps that a pass needs to keep the GPU busy."""
+    return int(_PROGRAMS * gpu.num_sms) + 1
+
+
 def cut_pass(
     n: int,
     hw: int,
@@ -70,7 +75,7 @@ def cut_pass(
     cb = cb1 + triton.cdiv(c2, block_c)
     block_p = min(config.tile // block_c, triton.next_power_of_2(max(hw, 1)))
     block_p = max(block_p, min_pixels)
-    wanted = int(_PROGRAMS * gpu.num_sms) + 1
+    wanted = busy_programs(gpu)
     tiles = min(config.tiles, triton.next_power_of_2(max(triton.cdiv(hw, block_p), 1)))
 
     def few() -> bool:
