@@ -1,52 +1,61 @@
-"""Time a training step or an evaluation without some of its kernels: what each of them is worth.
+"""Time a training step or an evaluation without some of its kernels, or without rows of the plan's
+fuse table: what each of them is worth.
 
     python -m benchmarks.ablate [key=value ...]
 
     kernels=         names of the registry, such as `single_tile` or `conv_means/single_tile`, each
-                     left out alone; with `+` between them, together; default: each that
-                     `select` takes (of a joined launch the plan may only ask whether it can)
-    model=unet64     configs/model, or benchmarks/networks
+                     left out alone; with `+` between them, together; default, without `rows`: each
+                     that `select` takes (of a joined launch the plan may only ask whether it can)
+    rows=            rows of the fuse table (`diffusion/plan/fuse/`) whose names have one of these
+                     words, each left out alone; with `+` between whole names, together; `all`
+    model=unet64     configs/model, or benchmarks/networks, or several; diffusers:ddpm_cifar10: what
+                     `benchmarks.accelerated` times, in bf16
     batch=32         images, or several such numbers
     what=train       train: a step; evaluate: an evaluation of the network, for sampling
     precision=bf16   of a step
-    turns=5          of each: with all kernels, without
-    processes=12     that compile kernels, of all batches together
+    turns=5          of each: with all, without
+    processes=12     that rehearse and compile
     gpu=             such as h100: time nothing, say what would be launched on it
 
-What is left out is switched off as by TRITON_KERNELS_OFF. Where that changes no launch, nothing is
-timed. The step with all kernels and each variant are captured as CUDA graphs and timed in turns in
-one process; the figures are medians of the turns. A kernel that an op cannot do
-without is reported as such.
+A kernel is switched off as by TRITON_KERNELS_OFF, a row by `leaving_out`. Every variant is
+rehearsed without a GPU; where it changes no launch, nothing is timed. The step with everything and
+each variant are captured as CUDA graphs and timed in turns in one process; the figures are medians
+of the turns, written as they are measured. A kernel that an op cannot do without is reported so.
 """
 
 import json
+import multiprocessing
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from benchmarks import goldens, harness
+from benchmarks import accelerated, goldens, harness
 from benchmarks.cases import images_of, meta_model
 from benchmarks.harness import OURS, ROOT, check_choice
 from benchmarks.papers import Case, rehearse
 from benchmarks.sampling import evaluation_step
 from benchmarks.steps import Step, build_step
 from diffusion.errors import ConfigError
+from diffusion.plan.accelerate import Accelerated
+from diffusion.plan.fuse.rows import ROWS, leaving_out
 from triton_kernels.registry import choose
 from triton_kernels.registry.chips import chip
-from triton_kernels.runtime.compile_launches import compile_launches
+from triton_kernels.runtime.compile_launches import compile_unclaimed
 from triton_kernels.runtime.device import Device, describe, without
 from triton_kernels.runtime.launch_recorder import rehearsal
 
 DEFAULTS = {
-    "kernels": ("",),
-    "model": "unet64",
+    "kernels": (),
+    "rows": (),
+    "model": ("unet64",),
     "batch": (32,),
     "what": "train",
     "precision": "bf16",
@@ -58,93 +67,137 @@ DEFAULTS = {
 }
 _CALLS = 6  # in a row, of each turn
 _ALL = ""  # the variant that lacks nothing
+_DIFFUSERS = "diffusers:"
 
+Job = tuple[Case, list[str]]  # with variants; none: each kernel that is taken
 Rehearsed = dict[str, dict[str, Any]]  # by variant: "launches" and "taken", or "error"
 
 
 def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
-    check_choice("what", settings["what"], ("train", "evaluate"))
-    for variant in settings["kernels"]:
-        try:
-            with _left_out(variant):
-                pass
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    asked = jobs(settings)
     if settings["gpu"]:
-        for case in _cases(settings):
-            report(case, rehearse_variants(case, settings["kernels"], chip(settings["gpu"]).gpu))
+        found = rehearse_jobs(asked, chip(settings["gpu"]).gpu, settings["processes"])
+        for (case, _), its in zip(asked, found, strict=True):
+            report(case, its)
         return 0
     if settings["device"]:
-        (case,) = _cases(settings)
         gpu = Device(*json.loads(settings["device"]))
-        found = rehearse_variants(case, settings["kernels"], gpu, settings["processes"])
+        found = rehearse_jobs(asked, gpu, settings["processes"], compiles=True)
         Path(settings["report"]).write_text(json.dumps(found))
         return 0
     device = harness.require_cuda()
-    for case, found in _compiled(settings, arguments, describe(device)):
-        report(case, found)
-        time_case(case, _changed(found), settings["turns"], device)
+    with TemporaryDirectory() as folder:  # of a process that may not use CUDA
+        path = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "benchmarks.ablate", *arguments]
+        command += [f"device={json.dumps(describe(device))}", f"report={path}"]
+        subprocess.run(command, cwd=ROOT, check=True)
+        found = json.loads(path.read_text())
+    for (case, _), its in zip(asked, found, strict=True):
+        report(case, its)
+    for (case, _), its in zip(asked, found, strict=True):
+        time_case(case, changed(its), settings["turns"], device)
     return 0
 
 
-def _cases(settings: dict) -> list[Case]:
-    model = settings["model"]
-    meta_model(model, images_of(model).size)  # one that is unknown ends here
-    return [Case(settings["what"], model, n, settings["precision"]) for n in settings["batch"]]
-
-
-def _compiled(settings: dict, arguments: Sequence[str], gpu: Device) -> list:
-    """Each case and its rehearsals, by a process a case, since these may not use CUDA."""
-    cases = _cases(settings)
-    share = max(settings["processes"] // len(cases), 1)
-    with TemporaryDirectory() as folder:
-        started = []
-        for case in cases:
-            path = Path(folder) / f"{case.batch}.json"
-            command = [sys.executable, "-m", "benchmarks.ablate", *arguments]
-            command += [f"batch={case.batch}", f"device={json.dumps(gpu)}", f"report={path}"]
-            command += [f"processes={share}"]
-            started.append((case, path, subprocess.Popen(command, cwd=ROOT)))
-        for _, _, process in started:
-            process.wait()
-        return [(case, json.loads(path.read_text())) for case, path, _ in started]
-
-
-def rehearse_variants(
-    case: Case, variants: Sequence[str], gpu: Device, processes: int = 0
-) -> Rehearsed:
-    """What is launched with all kernels and without each of these; compiled, by processes."""
-    found: Rehearsed = {_ALL: _rehearsed(case, _ALL, gpu, processes)}
-    every, taken = found[_ALL]["launches"], found[_ALL]["taken"]
-    for variant in sorted(taken) if list(variants) == [_ALL] else variants:
-        found[variant] = _rehearsed(case, variant, gpu, processes, every)
+def jobs(settings: dict) -> list[Job]:
+    """What the settings ask for. ConfigError: something unknown."""
+    check_choice("what", settings["what"], ("train", "evaluate"))
+    variants = list(settings["kernels"])
+    for words in settings["rows"]:
+        named = [name for name in ROWS if words == "all" or words in name]
+        named = [words] if "+" in words else named
+        if not named:
+            raise ConfigError(f"rows={words} is unknown; there are {', '.join(ROWS)}")
+        variants += [name for name in named if name not in variants]
+    for variant in variants:
+        try:
+            with left_out(variant):
+                pass
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    found = []
+    for model in settings["model"]:
+        if _of_diffusers(model):
+            check_choice("model", _of_diffusers(model), tuple(accelerated.NETWORKS))
+        else:
+            meta_model(model, images_of(model).size)  # one that is unknown ends here
+        for batch in settings["batch"]:
+            found.append((Case(settings["what"], model, batch, settings["precision"]), variants))
     return found
 
 
-def _rehearsed(
-    case: Case, variant: str, gpu: Device, processes: int, known: Sequence[str] = ()
-) -> dict[str, Any]:
-    """`known` launches are compiled."""
+# --- without a GPU --------------------------------------------------------------------------------
+
+
+def rehearse_jobs(
+    asked: Sequence[Job], gpu: Device, processes: int, compiles: bool = False
+) -> list[Rehearsed]:
+    """What each job launches with everything and without each variant, by so many forks of this
+    process, which does not use CUDA. `compiles`: and compile it."""
+    torch.set_num_threads(1)
+    found: list[Rehearsed] = [{} for _ in asked]
+    with TemporaryDirectory() as claims:
+        shared = gpu, Path(claims) if compiles else None
+        context = multiprocessing.get_context("fork")
+        with context.Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+
+            def ask(job: int, variant: str) -> tuple[int, str, Any]:
+                return job, variant, pool.apply_async(_rehearsed, (asked[job][0], variant, *shared))
+
+            waiting = [ask(i, _ALL) for i in range(len(asked))]
+            waiting += [ask(i, v) for i, (_, variants) in enumerate(asked) for v in variants]
+            for job, variant, result in waiting:
+                found[job][variant] = its = result.get()
+                if variant == _ALL and not asked[job][1]:
+                    waiting += [ask(job, kernel) for kernel in sorted(its["taken"])]
+    return found
+
+
+def _rehearsed(case: Case, variant: str, gpu: Device, claims: Path | None) -> dict[str, Any]:
+    """Compiled where it has a folder in which kernels are claimed."""
     try:
-        with goldens.recorded(gpu) as lines, choose.noted() as notes, _left_out(variant):
-            rehearse(case, checked=False)
-        taken = Counter(f"{d.op.name}/{d.choice.kernel.name}" for d in notes)
-        if processes and lines != known:
-            with rehearsal(gpu) as launches, _left_out(variant):
-                rehearse(case)
-            for _ in compile_launches(launches, gpu.arch, processes):
-                pass
+        with (
+            rehearsal(gpu) as launches,
+            goldens.recorded(gpu) as lines,
+            choose.noted() as notes,
+            left_out(variant),
+        ):
+            _rehearse(case)
+        if claims is not None:
+            if variant == _ALL:  # `evaluation_step` checks it
+                with rehearsal(gpu) as checked:
+                    _rehearse(case, checked=True)
+                launches = [*launches, *checked]
+            compile_unclaimed(launches, gpu.arch, claims)
     except (ValueError, RuntimeError, AssertionError) as error:
         return {"error": harness.reason(error)}
+    taken = Counter(f"{d.op.name}/{d.choice.kernel.name}" for d in notes)
     return {"launches": lines, "taken": taken}
 
 
-def _left_out(variant: str) -> AbstractContextManager[None]:
-    return without(variant.replace("+", ","))
+def _rehearse(case: Case, checked: bool = False) -> None:
+    if name := _of_diffusers(case.model):
+        host = torch.device("cpu")
+        accelerated.runner(case.kind, name, case.batch, host, Accelerated)()
+    else:
+        rehearse(case, checked)
 
 
-def _changed(found: Rehearsed) -> list[str]:
+def _of_diffusers(model: str) -> str:
+    """The name that `benchmarks.accelerated` gives it, if it is one of its networks."""
+    return model.removeprefix(_DIFFUSERS) if model.startswith(_DIFFUSERS) else ""
+
+
+def left_out(variant: str) -> AbstractContextManager[None]:
+    """Within the block these rows, or kernels, are not there. ValueError: one is unknown."""
+    if variant == _ALL:
+        return nullcontext()
+    names = variant.split("+")
+    return leaving_out(*names) if names[0] in ROWS else without(",".join(names))
+
+
+def changed(found: Rehearsed) -> list[str]:
     """The variants that launch something else."""
     every = found[_ALL]["launches"]
     return [v for v, its in found.items() if "launches" in its and its["launches"] != every]
@@ -155,15 +208,22 @@ def report(case: Case, found: Rehearsed) -> None:
     every = Counter(found[_ALL]["launches"])
     for variant, its in found.items():
         if "error" in its:
-            print(f"{case} without {variant}: impossible: {its['error']}")
+            print(f"{_named(case)} without {variant}: impossible: {its['error']}")
             continue
         lines = Counter(its["launches"])
         gone, new = (_kernels(c) for c in (every - lines, lines - every))
         said = f"{gone} -> {new}" if variant else f"{len(its['launches'])} launches"
         print(
-            f"{case} without {variant or 'nothing'}: {said if gone or not variant else 'the same'}"
+            f"{_named(case)} without {variant or 'nothing'}: "
+            f"{said if gone or not variant else 'the same'}"
         )
     sys.stdout.flush()
+
+
+def _named(case: Case) -> str:
+    if _of_diffusers(case.model):
+        return f"{case.kind} {case.batch} {case.model} {case.precision}"
+    return str(case)
 
 
 def _kernels(lines: Counter) -> str:
@@ -174,18 +234,27 @@ def _kernels(lines: Counter) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(kernels.items()))
 
 
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
 def time_case(case: Case, variants: Sequence[str], turns: int, device: torch.device) -> None:
-    """Each variant in turns with all kernels."""
+    """Each variant in turns with everything."""
     if not variants:
         return
     harness.set_precision(case.precision)
     every = _step(case, device)
     run = every.captured()
     for variant in variants:
-        with _left_out(variant):
-            step = _step(case, device)
-            pair = run, step.captured()
+        began = time.monotonic()
+        try:
+            with left_out(variant):
+                step = _step(case, device)
+                pair = run, step.captured()
+        except (ValueError, RuntimeError, AssertionError) as error:
+            print(f"! {_named(case)} without {variant}: {harness.reason(error)}", flush=True)
+            continue
         torch.cuda.synchronize()
+        made = time.monotonic() - began
         times = [
             tuple(harness.time_steps(one, _CALLS, warm_up=1).median for one in pair)
             for _ in range(turns)
@@ -193,8 +262,9 @@ def time_case(case: Case, variants: Sequence[str], turns: int, device: torch.dev
         a, b = (harness.quantiles(found).median for found in zip(*times, strict=True))
         gains = [100 * (y / x - 1) for x, y in times]
         print(
-            f"{case}: {a / 1000:.4f} ms; without {variant} {b / 1000:.4f} ms: "
-            f"{100 * (b / a - 1):+.2f} % ({min(gains):+.2f} to {max(gains):+.2f} by turn)",
+            f"{_named(case)}: {a / 1000:.4f} ms; without {variant} {b / 1000:.4f} ms: "
+            f"{100 * (b / a - 1):+.2f} % ({min(gains):+.2f} to {max(gains):+.2f} by turn);"
+            f" made in {made:.1f} s",
             flush=True,
         )
         step.release()
@@ -203,6 +273,9 @@ def time_case(case: Case, variants: Sequence[str], turns: int, device: torch.dev
 
 
 def _step(case: Case, device: torch.device) -> Step:
+    if name := _of_diffusers(case.model):
+        run = accelerated.runner(case.kind, name, case.batch, device, Accelerated)
+        return Step(lambda _: run(), lambda: accelerated.captured(run))
     build = build_step if case.kind == "train" else evaluation_step
     return build(f"{OURS}-{case.precision}", case.model, case.batch, device)
 

@@ -32,7 +32,7 @@ from benchmarks.steps import fused_adamw
 from diffusion.errors import ConfigError
 from diffusion.plan.accelerate import Accelerated
 from triton_kernels.runtime.compile_launches import compile_launches
-from triton_kernels.runtime.device import Device, describe
+from triton_kernels.runtime.device import Device, describe, is_rehearsal
 from triton_kernels.runtime.launch_recorder import rehearsal
 
 _PLAIN = ("DownBlock2D",) * 4, ("UpBlock2D",) * 4
@@ -117,7 +117,13 @@ def build(model: str, device: torch.device) -> nn.Module:
 
     torch.manual_seed(0)
     made = UNet2DConditionModel if "cross_attention_dim" in NETWORKS[model] else UNet2DModel
-    return made(**NETWORKS[model]).to(device, memory_format=torch.channels_last)
+    if is_rehearsal():  # parameters that nobody draws
+        with torch.device("meta"):
+            network = made(**NETWORKS[model])
+        network = network.to_empty(device=device)
+    else:
+        network = made(**NETWORKS[model])
+    return network.to(device, memory_format=torch.channels_last)
 
 
 def inputs(model: str, batch: int, device: torch.device) -> tuple[Tensor, ...]:

@@ -45,6 +45,7 @@ ROOT = Path(__file__).parents[1]
 SIZES = {"unet64": 64, "adm64": 64, "unet32": 32}
 TRAINED, DRAWN, ACTED = (1, 8, 32, 64, 128, 512), (1, 4, 5, 16, 64, 256), (1, 2, 8, 64)
 _CPU = torch.device("cpu")
+_RUN = JITFunction.run
 
 
 def _model(name: str) -> dict[str, Any]:
@@ -118,8 +119,10 @@ def jobs() -> dict[str, Callable[[], None]]:
 
 @contextmanager
 def recorded(gpu: Device) -> Iterator[list[str]]:
-    """Within the block nothing is launched; a line for every launch, in order."""
+    """Within the block nothing is launched; a line for every launch, in order. Within a
+    `rehearsal`, this has the launches, too."""
     lines: list[str] = []
+    rehearsed = None if JITFunction.run is _RUN else JITFunction.run
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         named = dict(zip(self.arg_names, args, strict=False)) | options
@@ -131,6 +134,8 @@ def recorded(gpu: Device) -> Iterator[list[str]]:
         ]  # fmt: skip
         grid = grid(named) if callable(grid) else grid
         lines.append(f"{self.fn.__name__} {tuple(grid)} " + " ".join(told))
+        if rehearsed is not None:
+            rehearsed(self, *args, grid=grid, warmup=warmup, **options)
 
     with patch.object(JITFunction, "run", note), standing_for(gpu):
         yield lines

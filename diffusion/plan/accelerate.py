@@ -1,6 +1,6 @@
 """A module that runs the forward and backward of another module by a plan."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -30,11 +30,10 @@ class Accelerated(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        without: Collection[str] = (),  # names of rows that do not apply
         launch: Callable | None = None,  # how nodes are launched; None: as the device has it
     ) -> None:
         super().__init__()
-        self.module, self._without, self._launch = module, without, launch
+        self.module, self._launch = module, launch
         self._plans: dict[tuple, Plan] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -95,7 +94,6 @@ class Accelerated(nn.Module):
         if device is not None and on_gpu(device) and not exact:
             joins = fused_ops, describe(device)
         options = {"trains": trains, "of_inputs": of_inputs, "tf32": tf32, "joins": joins}
-        options["without"] = self._without
         made = plan(self.module, args, kwargs, **options)
         constants = made.graph.constants
         made.graph.constants = {value: x.to(device) for value, x in constants.items()}

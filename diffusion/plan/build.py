@@ -1,6 +1,5 @@
 """Makes a plan from a module and example arguments, by applying the passes in order."""
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -55,7 +54,6 @@ def plan(
     trains: bool = False,  # with gradients of the parameters that require one
     of_inputs: tuple[int, ...] = (),  # and of these inputs, counted among the tensors
     fuses: bool = True,  # False: every node as it was traced
-    without: Collection[str] = (),  # names of rows of the table that do not apply
     joins: tuple[ModuleType, Device] | None = None,  # kernels and a GPU for `join`; None: not
     tf32: tuple[bool, bool] = (True, True),  # may convolutions, may other products be in TF32
 ) -> Plan:
@@ -67,9 +65,9 @@ def plan(
         wanted = {k: v for k, v in graph.parameters.items() if k in graph.trainable}
     wanted |= {f"input {i}": graph.inputs[i] for i in of_inputs}
     split_norms(graph)
-    why = prepare(graph, "train" if wanted else "sample", without) if fuses else {}
+    why = prepare(graph, "train" if wanted else "sample") if fuses else {}
     backward = differentiate(graph, list(wanted.values())) if wanted else None
-    for value, reasons in (fuse(graph, backward, tf32[0], without) if fuses else {}).items():
+    for value, reasons in (fuse(graph, backward, tf32[0]) if fuses else {}).items():
         why[value] = why.get(value, []) + reasons
     start = None if backward is None else backward.start
     grads = () if backward is None else tuple(backward.grads.values())

@@ -279,7 +279,7 @@ class Graph:
 
     def sort(self) -> None:
         """Put nodes behind what they read, and otherwise leave them in their order."""
-        producers, done, order = self.producers(), set(), []
+        producers, begun, done, order = self.producers(), set(), set(), []
         for root in self.nodes:
             stack = [root]
             while stack:
@@ -290,6 +290,8 @@ class Graph:
                     if v in producers and id(producers[v]) not in done
                 ]
                 if waits and id(node) not in done:
+                    assert id(node) not in begun, f"{node} waits for itself"
+                    begun.add(id(node))
                     stack.extend(waits)
                     continue
                 stack.pop()

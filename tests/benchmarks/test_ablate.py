@@ -11,15 +11,22 @@ from benchmarks.harness import ROOT
 from diffusion.errors import ConfigError
 
 
-def test_a_kernel_that_is_left_out_is_not_launched():
+def said_of(*settings):
     """By a process with Triton's compiler, which the interpreter replaces in this one."""
-    names = "denoise_loss,conv_few/early,conv_few/conv_forward+early,early+early_parts"
-    command = [sys.executable, "-m", "benchmarks.ablate", "model=unet_tiny", "batch=2"]
-    command += ["what=evaluate", "gpu=h100", f"kernels={names}"]
+    command = [sys.executable, "-m", "benchmarks.ablate", "batch=2", "gpu=h100", "processes=2"]
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    said = subprocess.run(
+        [*command, *settings], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert said.returncode == 0, said.stderr
-    every, loss, early, forward, both = said.stdout.splitlines()
+    return said.stdout.splitlines()
+
+
+def test_a_kernel_that_is_left_out_is_not_launched():
+    names = "denoise_loss,conv_few/early,conv_few/conv_forward+early,early+early_parts"
+    every, loss, early, forward, both = said_of(
+        "model=unet_tiny", "what=evaluate", f"kernels={names}"
+    )
     assert every.startswith("evaluate 2x64x64x3 unet_tiny bf16 without nothing: ")
     assert loss.endswith("without denoise_loss: the same")
     assert "7 conv_early_kernel" in early and "conv_early_kernel" not in early.split("->")[1]
@@ -27,6 +34,17 @@ def test_a_kernel_that_is_left_out_is_not_launched():
     assert "21 conv_early_kernel" in both and "early" not in both.split("->")[1]
 
 
+def test_a_row_of_the_fuse_table_that_is_left_out_changes_the_launches():
+    names = "k and v are one,gradient of 1x1 skips in dx+sums in the epilogue"
+    every, qkv, kv, two = said_of("model=unet_tiny", f"rows={names}")
+    assert every.startswith("train 2x64x64x3 unet_tiny bf16 without nothing: ")
+    assert qkv.endswith("q, k and v are one product: the same")  # its layers are made so
+    assert kv.endswith("without k and v are one product: the same")
+    assert "skip_dx_kernel" in two and "skip_dx_kernel" not in two.split("->")[1]
+
+
 def test_an_unknown_kernel_is_named():
     with pytest.raises(ConfigError, match="has conv_tiles; there are hopper, tma, .*tile_mma"):
         ablate.main(["kernels=conv_tiles", "gpu=h100"])
+    with pytest.raises(ConfigError, match="rows=conv_tiles is unknown; there are q, k and v"):
+        ablate.main(["rows=conv_tiles", "gpu=h100"])

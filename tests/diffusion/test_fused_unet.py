@@ -13,6 +13,7 @@ from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
 from diffusion.plan import streams
 from diffusion.plan.embedding import TOGETHER
+from diffusion.plan.fuse.rows import ROWS, leaving_out
 from diffusion.plan.moves import THIRD
 from diffusion.plan.step import memory
 from diffusion.plan.step.network import TrainingUNet, training_network
@@ -127,6 +128,21 @@ ODD = {  # sizes of images, and halves of concatenations, that are no powers of 
     ids=[*MODELS, *ODD],
 )
 def test_output_and_every_gradient(options, size, recompute):
+    check_gradients(options, size, recompute)
+
+
+@pytest.mark.parametrize("row", [name for name, row in ROWS.items() if row.applies("step")])
+def test_any_row_of_the_fuse_table_can_be_left_out(row):
+    """As `benchmarks.ablate` times a step without it."""
+    names = [row]
+    if row == "sums for biases together":  # sums of padded channels are shortened there alone
+        names.append("few channels of a gradient padded")
+    with leaving_out(*names):
+        for name in ("ddpmpp", "strided", "three_levels"):
+            check_gradients(MODELS[name], (8, 8), False)
+
+
+def check_gradients(options, size, recompute):
     model = make(options, size)
     twin = copy.deepcopy(model)
     flat = FlatParameters(model, together=TOGETHER)

@@ -13,6 +13,7 @@ from diffusion.plan.build import plan
 from diffusion.plan.fuse.backward import BACKWARD_ROWS
 from diffusion.plan.fuse.forward import FORWARD_ROWS
 from diffusion.plan.fuse.preparing import PREPARING
+from diffusion.plan.fuse.rows import leaving_out
 from diffusion.plan.moves import nodes_of
 from diffusion.runtime.backend import TORCH_FP32
 from tests.diffusion.diffusers_models import ours
@@ -251,14 +252,15 @@ def test_a_convolution_of_stride_2_has_no_epilogue():
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_a_row_that_is_left_out_changes_nothing_else(trains):
-    """As `benchmarks.plan_rows` compares: no value is made by it."""
+    """As `benchmarks.ablate` compares: no value is made by it."""
     module = ours({}).model.train(trains)
     x, t = torch.randn(2, 3, 8, 8), torch.tensor([3, 4])
     kwargs = {"rng": torch.tensor([1, 2])} if trains else {}
     whole = plan(module, (x, t), kwargs, trains=trains)
     names = {reason.split(" (")[0] for reasons in whole.why.values() for reason in reasons}
     for name in sorted(names)[:: 3 if trains else 2]:
-        part = plan(module, (x, t), kwargs, trains=trains, without=(name,))
+        with leaving_out(name):
+            part = plan(module, (x, t), kwargs, trains=trains)
         rest = [reason for reasons in part.why.values() for reason in reasons]
         assert not any(reason.startswith(f"{name} (") for reason in rest)
         assert part.graph.count() != whole.graph.count()

@@ -6,8 +6,7 @@ import torch
 from diffusion.plan.build import plan
 from diffusion.plan.calls.table import launch_reference
 from diffusion.plan.execute import run
-from diffusion.plan.fuse.forward import FORWARD_ROWS
-from diffusion.plan.fuse.preparing import PREPARING
+from diffusion.plan.fuse.rows import ROWS, leaving_out
 from diffusion.plan.graph import JOINED
 from diffusion.plan.moves import nodes_of
 from tests.plan.compare import in_float64
@@ -19,12 +18,12 @@ from triton_kernels.runtime.device import Device
 GPU = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True, arch=90)
 
 
-def evaluated(name, without=()):
+def evaluated(name):
     """Ops of the joined plan, whose results are the module's."""
     module, args, kwargs = network(name)
     module = in_float64(module).eval()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
-    made = plan(module, args, kwargs, joins=(fused, GPU), without=without)
+    made = plan(module, args, kwargs, joins=(fused, GPU))
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     values = dict(zip(made.graph.inputs, made.traced.leaves(args, kwargs), strict=True))
     values |= made.graph.constants
@@ -44,12 +43,11 @@ def test_networks(name):
     assert "norm_of_sums" not in ops or ops & set(JOINED)
 
 
-@pytest.mark.parametrize(
-    "row", [row.name for row in PREPARING + FORWARD_ROWS if "sample" in row.when]
-)
+@pytest.mark.parametrize("row", [name for name, row in ROWS.items() if row.applies("sample")])
 def test_any_row_of_the_fuse_table_can_be_left_out(row):
-    """As `benchmarks.plan_rows` times an evaluation without it."""
-    evaluated(NAMES[0], without=(row,))
+    """As `benchmarks.ablate` times an evaluation without it."""
+    with leaving_out(row):
+        evaluated(NAMES[0])
 
 
 def test_casts_of_parameters_are_one_node():

@@ -12,11 +12,13 @@ would ask a driver for the chip; here the chip is given, and neither this proces
 create a context on the GPU, which takes memory and seconds.
 """
 
+import hashlib
 import os
 import struct
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
-from .launch_recorder import Launch
+from .launch_recorder import Launch, compiled_for
 
 _NUMBER = struct.Struct("<i")  # of a launch, in a pipe; negative: one that did not compile
 _WARP = 32
@@ -73,6 +75,19 @@ def compile_launches(
         codes = [os.waitpid(copy, 0)[1] for copy in copies]
     if failed or any(codes):
         raise RuntimeError(f"{failed} kernels did not compile; {sum(map(bool, codes))} copies died")
+
+
+def compile_unclaimed(launches: Sequence[Launch], arch: int, folder: Path) -> None:
+    """Compile those that no other process has claimed, by a file in `folder`, in this process.
+    What does not compile is said on standard error."""
+    triton.runtime.driver.set_active(ChipWithoutDriver(arch))
+    for number, launch in enumerate(launches):
+        what = repr(compiled_for(*launch))
+        try:
+            (folder / hashlib.sha256(what.encode()).hexdigest()).touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        _compiled(launches, number)
 
 
 def _numbers(count: int) -> int:

@@ -47,7 +47,7 @@ def rehearsal(gpu: Device) -> Iterator[list[Launch]]:
     seen = set()
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        what = _compiled_for(self, args, options)
+        what = compiled_for(self, args, options)
         if what not in seen:
             seen.add(what)
             launches.append(Launch(self, args, options))
@@ -61,7 +61,7 @@ def rehearsal(gpu: Device) -> Iterator[list[Launch]]:
         JITFunction.run = run
 
 
-def _compiled_for(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple:
+def compiled_for(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple:
     """What a compiled kernel depends on. To tell apart what Triton does not costs a look into its
     cache, no more."""
     named = dict(zip(kernel.arg_names, args, strict=False)) | options

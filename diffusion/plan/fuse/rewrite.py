@@ -14,8 +14,8 @@ class Row:
     root: tuple[str, ...]  # ops where the pattern begins
     rewrite: Callable[["Fusing", Node], Value | None]
     # how much longer unet64 takes without it, on an H200 in bf16, or "unmeasured". "A pass" is
-    # forward and backward by accelerate (`benchmarks.plan_rows`), "a step" one of train.py
-    # (`benchmarks.ablate`), both at commit aca892e where nothing else is said
+    # forward and backward by accelerate, "a step" one of train.py (`benchmarks.ablate rows=...`),
+    # both at commit aca892e where nothing else is said
     earns: str
     when: tuple[str, ...] = ("train", "sample")  # and "step": rows of "train" apply there, too
 

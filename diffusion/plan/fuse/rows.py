@@ -7,7 +7,8 @@ changes the graph and names the value that is now computed differently, or chang
 returns None.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..canonical import once
 from ..differentiate import Backward
@@ -17,10 +18,27 @@ from .forward import FORWARD_ROWS
 from .preparing import PREPARING
 from .rewrite import Fusing, Row, Serves
 
+ROWS = {row.name: row for row in (*PREPARING, *FORWARD_ROWS, *BACKWARD_ROWS)}
+_left_out: set[str] = set()
 
-def prepare(graph: Graph, mode: str, without: Collection[str] = ()) -> dict[Value, list[str]]:
+
+@contextmanager
+def leaving_out(*names: str) -> Iterator[None]:
+    """Within the block these rows do not apply to what is planned, to measure what they are worth.
+    ValueError: there is no such row."""
+    for name in names:
+        if name not in ROWS:
+            raise ValueError(f"{name!r} is no row of the fuse table; there are {', '.join(ROWS)}")
+    _left_out.update(names)
+    try:
+        yield
+    finally:
+        _left_out.difference_update(names)
+
+
+def prepare(graph: Graph, mode: str) -> dict[Value, list[str]]:
     """Apply the rows of `PREPARING`, in place; why each value is made as it is."""
-    why = _apply(graph, PREPARING, mode, without=without)
+    why = _apply(graph, PREPARING, mode)
     once(graph)  # the sums of a tensor serve every norm that reads it
     graph.prune()
     return why
@@ -30,23 +48,22 @@ def fuse(
     graph: Graph,
     backward: Backward | None,
     tf32: bool = True,
-    without: Collection[str] = (),  # names of rows
     step: Serves | None = None,  # it is of a training step, and what has kernels: see `Fusing`
 ) -> dict[Value, list[str]]:
     """Apply the other rows, in place; why each value is made as it is. Without `tf32` convolutions
     of float32 are left to kernels that multiply in float32."""
     if backward is None:
-        return _apply(graph, FORWARD_ROWS, "sample", tf32, without=without)
+        return _apply(graph, FORWARD_ROWS, "sample", tf32)
     mode = "train" if step is None else "step"
     # each pass for itself: nothing of backward moves into forward
     nodes, outputs, constants = graph.nodes, graph.outputs, graph.constants
     forward, behind = nodes[: backward.start], nodes[backward.start :]
     read = {v for node in behind for v in node.inputs.values()}
     graph.nodes, graph.outputs = forward, [*outputs, *read]
-    why = _apply(graph, FORWARD_ROWS, mode, tf32, without=without, serves=step)
+    why = _apply(graph, FORWARD_ROWS, mode, tf32, serves=step)
     forward = graph.nodes
     graph.nodes, graph.outputs = behind, list(backward.grads.values())
-    why |= _apply(graph, BACKWARD_ROWS, mode, tf32, forward, without)
+    why |= _apply(graph, BACKWARD_ROWS, mode, tf32, forward)
     behind = graph.nodes
     graph.nodes, graph.outputs, graph.constants = [*forward, *behind], outputs, constants
     backward.start = len(forward)
@@ -59,12 +76,11 @@ def _apply(
     mode: str,
     tf32: bool = True,
     before: list[Node] | None = None,
-    without: Collection[str] = (),
     serves: Serves | None = None,
 ) -> dict[Value, list[str]]:
     why: dict[Value, list[str]] = {}
     for row in rows:
-        if not row.applies(mode) or row.name in without:
+        if not row.applies(mode) or row.name in _left_out:
             continue
         f = Fusing(graph, mode, tf32, serves)
         for node in before or ():
