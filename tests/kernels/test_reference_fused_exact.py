@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from triton_kernels.reference import fused
+from triton_kernels.tf32 import rounded_to_tf32
 
 from .test_reference_exact import DTYPES, ROUNDINGS, relative_error
 
@@ -83,14 +84,16 @@ def check_block(ops, shape, second, co, groups, mean, deviation, *, floor=ROUNDI
     x1 = draw(*shape) * deviation + mean
     x2 = draw(n, h, w, second) * deviation + mean if second else None
     params = [draw(channels) for _ in range(2)] + [draw(n, channels) for _ in range(2)]
-    filters = draw(co, 3, 3, channels).permute(0, 3, 1, 2)
-    case = [x1, x2, *params, filters, draw(n, h, w, co)]
+    # as a step leaves what its products read: in TF32 tensor cores would cut off the other bits
+    filters = rounded_to_tf32(draw(co, 3, 3, channels).permute(0, 3, 1, 2))
+    case = [x1, x2, *params, filters, rounded_to_tf32(draw(n, h, w, co))]
     got = block(ops, *case, groups, "silu")
     exact = block(fused, *(None if t is None else t.double() for t in case), groups, "silu")
     spread = (deviation**2 + EPS) ** 0.5  # what xhat is measured in
     bound = floor + 4 * 2**-24 * abs(mean) / spread
     errors = {k: relative_error(got[k][0], c, size) for k, (c, size) in exact.items()}
-    assert all(error < bound for error in errors.values()), (bound, errors)
+    wrong = {k: error for k, error in errors.items() if not error < bound}
+    assert not wrong, f"{wrong}, above {bound}"
 
 
 @pytest.mark.parametrize(
