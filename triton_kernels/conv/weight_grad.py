@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..reductions.column_sum import partials, sum_partials
-from ..registry.choose import select
+from ..registry.choose import expected, select
 from ..registry.kernel import Op
-from ..registry.spec import ConvSpec, dtype_name
-from ..runtime.device import describe
+from ..registry.spec import ConvSpec, WeightGradsSpec, dtype_name
+from ..runtime.device import Device, describe
 from .configs import SplitKernel, WgradOperands, kernel_of_tile
 from .hopper import fp16_split_wgrad, mma_wgrad, row_mma
 from .plain import (
@@ -41,6 +41,14 @@ WEIGHT_GRAD = Op(
         gather.WEIGHT_GRAD,
     ),
 )
+
+
+def one_after_one(spec: WeightGradsSpec, gpu: Device) -> float | None:
+    """Microseconds of several, each by its own kernel; None: nobody has fitted it."""
+    if spec.n == 0:
+        return None
+    each = [expected(WEIGHT_GRAD, conv, gpu) for conv in spec.convs]
+    return None if None in each else sum(each)
 
 
 def weight_grad_spec(

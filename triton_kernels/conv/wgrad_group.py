@@ -14,16 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..registry.choose import expected, select
+from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import WeightGradsSpec, precision_of
 from ..runtime.dependent_launch import await_inputs, overlapping
-from ..runtime.device import Device, describe
+from ..runtime.device import describe
 from .fused import conv_weight_grad
 from .hopper import group_wgrad, rounds_wgrad
 from .hopper.group_wgrad import MOST, Gradient, Tile
 from .hopper.rounds_wgrad import Rounds
-from .weight_grad import WEIGHT_GRAD, weight_grad_spec
+from .weight_grad import one_after_one, weight_grad_spec
 from .wgrad_pair import conv_two_weight_grads
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -235,14 +235,6 @@ def _key(spec: WeightGradsSpec) -> dict[str, Any]:
     return sizes | {"dtype": spec.dtype}
 
 
-def _one_after_one(spec: WeightGradsSpec, gpu: Device, config: _InTurn) -> float | None:
-    """Microseconds of all, each by its own kernel."""
-    if spec.n == 0:
-        return None
-    each = [expected(WEIGHT_GRAD, conv, gpu) for conv in spec.convs]
-    return None if None in each else sum(each)
-
-
 WEIGHT_GRADS = Op(
     "conv_weight_grads",
     key=_key,
@@ -252,7 +244,7 @@ WEIGHT_GRADS = Op(
             _InTurn,
             lambda spec, gpu: None,
             lambda spec, gpu: [_InTurn()],
-            alike=_one_after_one,
+            alike=lambda spec, gpu, _: one_after_one(spec, gpu),
             delegates=True,
         ),
         group_wgrad.KERNEL,

@@ -19,7 +19,7 @@ from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import Device, describe
 from .fused import conv_weight_grad
 from .hopper import row_mma
-from .weight_grad import weight_grad_spec
+from .weight_grad import one_after_one, weight_grad_spec
 
 _MANY_SPLITS = 4
 
@@ -156,7 +156,14 @@ TWO_WEIGHT_GRADS = Op(
     "conv_two_weight_grads",
     key=_key,
     kernels=(
-        Kernel("one_by_one", _OneByOne, lambda spec, gpu: None, lambda spec, gpu: [_OneByOne()]),
+        Kernel(
+            "one_by_one",
+            _OneByOne,
+            lambda spec, gpu: None,
+            lambda spec, gpu: [_OneByOne()],
+            alike=lambda spec, gpu, _: one_after_one(spec, gpu),
+            delegates=True,
+        ),
         Kernel("row_wgrad_pair", _Together, _refuse, _together),
     ),
 )
