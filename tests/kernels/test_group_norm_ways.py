@@ -7,13 +7,13 @@ import torch
 
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.norm import cluster as group_norm_cluster
-from triton_kernels.norm import pass_grid
 from triton_kernels.norm.cluster import CLUSTER
 from triton_kernels.norm.group_norm import GROUP_NORM, GROUP_NORM_GRAD, group_norm
 from triton_kernels.norm.multi_pass import spec_of
 from triton_kernels.norm.single_program import SINGLE_PROGRAM
 from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import NormSpec
+from triton_kernels.runtime.device import Device
 
 from .chips import HOPPER
 from .group_norm_cases import (  # noqa: F401  fixtures, and a mark for every test here
@@ -67,7 +67,7 @@ def test_activations_in_bf16(act, path, device):
 @pytest.mark.parametrize("shape", [(8, 64, 64, 64), (3, 33, 31, 192)], ids=str)
 @pytest.mark.parametrize("name", PASSES)
 def test_every_config(name, shape, device, monkeypatch):
-    monkeypatch.setattr(pass_grid, "_PROGRAMS", 0)
+    monkeypatch.setattr(Device, "busy", 1)
     case = make_case(shape, dtype=torch.bfloat16, device=device)
     for config in configs_of(name):
         force("stream", monkeypatch, **{name: config})
@@ -260,7 +260,7 @@ def test_two_are_never_one_in_memory(device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PASSES)
 def test_every_config_of_two(name, device, monkeypatch):
-    monkeypatch.setattr(pass_grid, "_PROGRAMS", 0)
+    monkeypatch.setattr(Device, "busy", 1)
     case = make_case((3, 33, 31, 320), dtype=torch.bfloat16, device=device)
     for config in configs_of(name):
         force("stream", monkeypatch, **{name: config})

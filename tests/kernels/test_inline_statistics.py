@@ -7,7 +7,6 @@ from triton_kernels import reference
 from triton_kernels.noise.dropout import Mask
 from triton_kernels.norm import (
     inline_statistics,
-    pass_grid,
 )
 from triton_kernels.norm import (
     passes as norm_passes,
@@ -17,6 +16,7 @@ from triton_kernels.norm import (
 )
 from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
 from triton_kernels.reductions import row_sums
+from triton_kernels.runtime.device import Device
 
 from .norm_cases import (
     CASES,
@@ -99,7 +99,7 @@ def test_forward_of_an_upsampled_half(channels, device):
 
 
 def test_forward_of_several_tiles(device, monkeypatch):
-    monkeypatch.setattr(pass_grid, "_PROGRAMS", 0)
+    monkeypatch.setattr(Device, "busy", 1)
     _check_forward((2, 9, 11), (40, 24), (3, 1), 4, device, config=OneLaunch(256, 4, 4))
 
 
@@ -210,7 +210,7 @@ def test_backward_with_scale_and_shift(device):
 
 
 def test_backward_in_place_of_several_tiles(device, monkeypatch):
-    monkeypatch.setattr(pass_grid, "_PROGRAMS", 0)
+    monkeypatch.setattr(Device, "busy", 1)
     case = make_case((2, 9, 11), (24,), 4, device=device)
     _check_backward(case, 3, in_place=True, kx=9, config=OneLaunch(256, 4, 4))
 

@@ -23,8 +23,7 @@ from .hopper.operands import Means, Operands
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_MOST_TILES = 1024  # of 1x1 filters
-_PIXELS = 128  # of a tile of others
+_PIXELS = 128  # of a tile of 3x3 filters
 
 
 @configures("single_tile")
@@ -52,7 +51,7 @@ def _tiles(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
 def _refuse_1x1(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.n == 0 or spec.w not in tile_mma.WIDTHS_OF_MEANS:
         return f"{spec.n} images whose rows have {spec.w} pixels"
-    return single_tile.refuse(spec, gpu, _MOST_TILES)
+    return single_tile.refuse(spec, gpu, gpu.busy)
 
 
 CONV_MEANS = Op(

@@ -33,7 +33,6 @@ from .hopper.operands import Means, Norm, Operands
 _LEAST_TILES, _MOST_TILES = 4, 64  # of an image, whose sums a warp loads at once
 
 _FOUR_ROWS = gluon_rows.RESIDENT_TILE_OF_4.block_m
-_LARGE = 2**17  # pixels of all images
 
 
 class _Form(NamedTuple):
@@ -113,6 +112,11 @@ NORM_CONV = Op(
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
 
+def _are_many(pixels: int, device: torch.device) -> bool:
+    """Whether these are of more tiles than keep the GPU busy."""
+    return pixels >= describe(device).busy * gluon_rows.RESIDENT_TILE.block_m
+
+
 def norm_conv(
     x: Tensor,  # [N, H, W, CI]
     partials: Tensor,  # float32 [N, K, 2, CI], of x
@@ -165,7 +169,7 @@ def norm_conv(
     sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
     beside = () if residual is None else (residual,)
     added = "1x1" if extra else "nothing" if residual is None else "residual"
-    form = _FORMS[added][n * h * w >= _LARGE]
+    form = _FORMS[added][_are_many(n * h * w, x.device)]
     two_rows = config.block_m != _FOUR_ROWS  # four leave no registers to those who only make them
     norm = norm._replace(makers=form.makers if two_rows else 0)
     if form.table:
@@ -205,7 +209,7 @@ def norm_conv_of_two(
     sums = _empty((n, h // 2, 2, 64), dtype=torch.float32, device=x1.device)
     given = norm_weight, norm_bias, eps
     norm = *partials, *given, None
-    if _FORMS["two"][n * h * w >= _LARGE].table:
+    if _FORMS["two"][_are_many(n * h * w, x1.device)].table:
         norm = *(None,) * 5, norm_table(partials, (h * w, h * w), num_groups, *given)
     slope = rounded_grad(activation, x1.dtype)
     gluon_rows.launch_two(x1, x2, norm, num_groups, slope, weight, bias, emb, y, sums)

@@ -17,7 +17,7 @@ from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_shape
-from .pass_grid import busy_programs, channel_block
+from .pass_grid import channel_block
 
 _TILE = 4096  # elements that a program has in registers: 16 a thread
 _NUM_WARPS = 8
@@ -78,7 +78,7 @@ def _runs(hw: int, blocks: int, gpu: Device) -> int:
     programs. A program waits for its tiles one after the other, so there should not be few; those
     of eight warps are half as many."""
     least = triton.cdiv(hw, _PIXELS)
-    wanted = triton.next_power_of_2(triton.cdiv(busy_programs(gpu) // 2, max(blocks, 1)))
+    wanted = triton.next_power_of_2(triton.cdiv(gpu.busy // 2, max(blocks, 1)))
     few = min(wanted, _FEW_RUNS, hw // _MIN_PIXELS)
     return max(k for k in range(1, max(least, few) + 1) if hw % k == 0)
 

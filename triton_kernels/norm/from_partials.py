@@ -32,7 +32,6 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 # Elements of a tensor whose partial sums so few programs read that a launch costs more.
 SMALL_NORM = 2**20
 _MANY_SUMS, _MOST_SUMS = 512, 2**13  # of either kind, that a program of 32 channels loads
-_MANY_ELEMENTS = 2**23
 _SMALL_IMAGE = 256  # pixels
 _PROGRAMS = 2  # a multiprocessor: where there are fewer, a program has fewer tiles
 
@@ -66,7 +65,8 @@ class TableAndApply(NamedTuple):
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
     """Of a launch less is the price that programs of 32 channels load more sums; what it costs is
     less than that, if there are many programs."""
-    most = _MANY_SUMS if spec.elements > _MANY_ELEMENTS else 2 * _MANY_SUMS
+    many = spec.elements > gpu.busy * _CONFIGS[0].tile * _CONFIGS[0].tiles
+    most = _MANY_SUMS if many else 2 * _MANY_SUMS
     if spec.elements <= SMALL_NORM:
         most = _MOST_SUMS
     sums = _sums(32, spec)

@@ -34,7 +34,6 @@ from .tables import check_partials_of, covering_groups, norm_grad_table, norm_ta
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _MOST_TILES, _MOST_TILES_OF_DX = 4, 8  # of an image; measured at batch 32, see docs/tried.md
-_MOST_ELEMENTS = 2**23
 
 
 @configures("one_launch")
@@ -55,8 +54,11 @@ def _refuse(spec: NormSpec, gpu: Device) -> str | None:
     if spec.n == 0 or spec.mask or spec.upsampled:
         return "it does no dropout, no upsampling, and images that there are"
     most = _MOST_TILES_OF_DX if spec.grad else _MOST_TILES
-    if sum(spec.tiles) > most or spec.elements > _MOST_ELEMENTS:
-        return f"{sum(spec.tiles)} tiles, {spec.elements} numbers; {most}, {_MOST_ELEMENTS} at most"
+    if sum(spec.tiles) > most:
+        return f"{sum(spec.tiles)} tiles; {most} at most"
+    config = OneLaunch()
+    if spec.elements > gpu.busy * config.tile * config.tiles:
+        return f"{spec.elements} numbers are of more programs than {gpu.busy}"
     return None
 
 

@@ -56,7 +56,7 @@ Params = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 #
 # Sums over the pixels of a tile go from warp to warp through shared memory, number by number, each
 # lane's eight channels one after the other: the lanes are then 128 bytes apart with four warps, on
-# one bank. One warp needs none of it, and in large images it is the faster (`_LARGE`).
+# one bank. One warp needs none of it, and in large images it is the faster (`_pass`).
 _STATS_CONFIGS = [
     PassConfig(4096, 4, 4),
     PassConfig(2048, 4, 4),
@@ -103,7 +103,6 @@ _DX_CONFIGS = [
 
 
 _ONE_WARP = PassConfig(512, 16, 1)  # of the first and third list
-_LARGE = 2**24  # elements: from there on every shape that was timed had a faster pass with it
 
 
 def _cut(xs: Halves, config: PassConfig) -> PassGrid:
@@ -145,8 +144,9 @@ def _pass(name: str, listed: list[PassConfig]) -> Op:
     """A pass, whose configurations are these."""
 
     def configs(spec: NormSpec, gpu: Device) -> list[PassConfig]:
-        one_warp = spec.elements >= _LARGE and _ONE_WARP in listed
-        return [_ONE_WARP, *listed] if one_warp else listed
+        # from two rounds of programs on every shape that was timed had a faster pass with it
+        large = spec.elements >= 2 * gpu.busy * _ONE_WARP.tile * _ONE_WARP.tiles
+        return [_ONE_WARP, *listed] if large and _ONE_WARP in listed else listed
 
     return Op(name, KEY, (Kernel("pass", PassConfig, lambda *_: None, configs),), similar=False)
 

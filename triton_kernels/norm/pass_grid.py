@@ -12,10 +12,6 @@ import triton
 from ..registry.kernel import configures
 from ..runtime.device import Device
 
-# programs for each multiprocessor: where there are fewer, each has less to do. Just below eight, so
-# that powers of two are enough for chips whose multiprocessors are a few more than one
-_PROGRAMS = 7.75
-
 
 @configures("pass")
 class PassConfig(NamedTuple):
@@ -52,11 +48,6 @@ def channel_block(*channels: int) -> int:
     return min(divisor if divisor >= 32 else triton.next_power_of_2(max(channels)), 128)
 
 
-def busy_programs(gpu: Device) -> int:
-    """Programs of four warps that a pass needs to keep the GPU busy."""
-    return int(_PROGRAMS * gpu.num_sms) + 1
-
-
 def cut_pass(
     n: int,
     hw: int,
@@ -75,11 +66,10 @@ def cut_pass(
     cb = cb1 + triton.cdiv(c2, block_c)
     block_p = min(config.tile // block_c, triton.next_power_of_2(max(hw, 1)))
     block_p = max(block_p, min_pixels)
-    wanted = busy_programs(gpu)
     tiles = min(config.tiles, triton.next_power_of_2(max(triton.cdiv(hw, block_p), 1)))
 
     def few() -> bool:
-        return n * cb * triton.cdiv(hw, tiles * block_p) < wanted
+        return n * cb * triton.cdiv(hw, tiles * block_p) < gpu.busy
 
     while tiles > 1 and few():
         tiles //= 2

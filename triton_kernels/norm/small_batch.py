@@ -19,7 +19,7 @@ from ..activations import activate
 from ..registry.kernel import Kernel, configures
 from ..registry.spec import FEW_IMAGES, NormSpec
 from ..runtime.dependent_launch import await_inputs, begin_next, overlapping
-from ..runtime.device import Device
+from ..runtime.device import Device, describe
 from ..runtime.layout import row_stride
 from .multi_pass_kernels import modulate
 from .single_cta_kernels import parameters, sum_of_lanes
@@ -27,10 +27,9 @@ from .statistics import add_pairs
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_MAX_ELEMENTS = 2**20
 _LANES, _LOADED, _NUM_WARPS = 32, 4096, 4  # channels of a program, and their partial sums
 _MAX_LOADED = 4 * _LOADED
-_TILE, _MIN_TILE, _PROGRAMS = 4096, 1024, 64  # its elements; fewer if there are few programs
+_TILE, _MIN_TILE = 4096, 1024  # its elements; fewer if there are few programs
 
 
 @triton.jit
@@ -166,8 +165,9 @@ class SmallBatch(NamedTuple):
 
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
-    if spec.n > FEW_IMAGES or spec.elements > _MAX_ELEMENTS:
-        return f"more than {FEW_IMAGES} images, or {_MAX_ELEMENTS} elements"
+    most = gpu.busy * _MIN_TILE
+    if spec.n > FEW_IMAGES or spec.elements > most:
+        return f"more than {FEW_IMAGES} images, or {most} elements"
     if triton.next_power_of_2(spec.c // spec.groups) * sum(spec.tiles) > _MAX_LOADED:
         return f"registers do not hold the sums of {sum(spec.tiles)} tiles of a group"
     return None
@@ -199,7 +199,7 @@ def norm_small_batch(
         return result
     first, second = partials[0], partials[1] if x2 is not None else None
     ks = first.shape[1], 1 if second is None else second.shape[1]
-    block_g, block_j, block_p = _tile(n, h * w, num_groups, cg, sum(ks))
+    block_g, block_j, block_p = _tile(n, h * w, num_groups, cg, sum(ks), describe(x1.device))
     blocks = triton.cdiv(h * w, block_p), triton.cdiv(num_groups, block_g)
     film = (scale, shift)
     _norm_small_batch_kernel[(n * blocks[0] * blocks[1],)](
@@ -211,16 +211,16 @@ def norm_small_batch(
     return result
 
 
-def _tile(n: int, hw: int, groups: int, cg: int, k: int) -> tuple[int, int, int]:
+def _tile(n: int, hw: int, groups: int, cg: int, k: int, gpu: Device) -> tuple[int, int, int]:
     """BLOCK_G, BLOCK_J and BLOCK_P, where there are k partial sums a channel: no more channels than
-    have few of them, and as few pixels as keep the multiprocessors busy."""
+    have few of them, and as few pixels as give half of the multiprocessors a program."""
     block_j = triton.next_power_of_2(cg)
     wanted = min(max(_LOADED // triton.next_power_of_2(k), 16), _LANES)
     block_g = max(min(wanted // block_j, triton.next_power_of_2(groups)), 1)
     lanes = block_g * block_j
     block_p = min(max(_TILE // lanes, 1), triton.next_power_of_2(hw))
     blocks = n * triton.cdiv(groups, block_g)
-    while lanes * block_p > _MIN_TILE and blocks * triton.cdiv(hw, block_p) < _PROGRAMS:
+    while lanes * block_p > _MIN_TILE and blocks * triton.cdiv(hw, block_p) < gpu.busy // 16:
         block_p //= 2
     return block_g, block_j, block_p
 

@@ -71,8 +71,6 @@ def begin_next():
         gdc_launch_dependents()
 
 
-_MOST_PIXELS = 2**14  # up to which kernels are so short that they should overlap
-
 _batch: int | None = None  # pixels; None: kernels do not overlap
 
 
@@ -92,10 +90,11 @@ def dependent_launches(pixels: int | None = 0) -> Iterator[None]:
 def overlapping(device: torch.device, pixels: int | None = None) -> dict[str, bool]:
     """The launch option of kernels that begin with `await_inputs`, and go over so many pixels; None
     if they do not know. 0: they should overlap in any case."""
-    hopper = on_gpu(device) and describe(device).tma
-    if not hopper or _batch is None or (_batch if pixels is None else pixels) > _MOST_PIXELS:
+    if not on_gpu(device) or not (gpu := describe(device)).tma or _batch is None:
         return {}
-    return {"launch_pdl": True}
+    # kernels of so few pixels are so short that they should: 16 a program, where it is busy
+    short = (_batch if pixels is None else pixels) <= 16 * gpu.busy
+    return {"launch_pdl": True} if short else {}
 
 
 def following(device: torch.device) -> dict[str, bool]:

@@ -20,6 +20,12 @@ class Device(NamedTuple):
     arch: int = 0  # compute capability, ten times: 90; 0 of the interpreter
     off: str = ""  # kernels of the registry that are switched off, with commas between
 
+    @property
+    def busy(self) -> int:
+        """Programs of four warps that keep it busy: just below eight a multiprocessor, so that
+        powers of two are enough for chips whose multiprocessors are a few more than one."""
+        return int(7.75 * self.num_sms) + 1
+
 
 _INTERPRETER = Device(tma=True, num_sms=4, shared_memory=232_448)  # stands in for a small Hopper
 
