@@ -83,18 +83,19 @@ def doctor(config: dict[str, Any]) -> dict[str, Any]:
 
 def _software() -> dict[str, Any]:
     found = {
-        "version": __version__,
-        "commit": _commit(),
+        "this code": __version__,
+        "its commit": _commit(),
         "python": platform.python_version(),
     }
     found |= {"torch": torch.__version__}
     found |= {"cuda of torch": torch.version.cuda, "triton": triton.__version__}
     found["driver"] = _driver()
     for package in _PACKAGES:
+        label = "installed triton-diffusion" if package == "triton-diffusion" else package
         try:
-            found[package] = version(package)
+            found[label] = version(package)
         except PackageNotFoundError:
-            found[package] = None
+            found[label] = None
     return found
 
 
@@ -211,5 +212,5 @@ def _lines(name: str, found: Any) -> list[str]:
     for key, value in found.items():
         if isinstance(value, dict):
             value = " ".join(f"{k}={v}" for k, v in value.items()) or "nothing"
-        lines.append(f"  {key}: {value}")
+        lines.append(f"  {key}: {'none' if value is None else value}")
     return lines

@@ -94,7 +94,8 @@ def tune(config: dict[str, Any]) -> None:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         found = to_measure(settings, gpu)
-        print(f"there is no GPU here, and nothing is measured; gpu={settings.gpu}: {found}")
+        print("there is no GPU here, and nothing is measured")
+        print(f"{settings.batch} images a step with gpu={settings.gpu}: {found}")
         return
     gpu = describe(device)
     print(f"{torch.cuda.get_device_name(device)}, sm_{gpu.arch} with {gpu.num_sms}: ", end="")
@@ -129,7 +130,7 @@ class Found:
             return f"all {self.known} shapes have rows; again=true measures them anew"
         return (
             f"{self.shapes} of {self.shapes + self.known} shapes have no row;"
-            f" {self.kernels} kernels to compile, if not done before, and to time"
+            f" {self.kernels} kernels to compile, unless they are in the cache, and to time"
         )
 
 
