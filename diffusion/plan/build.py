@@ -27,7 +27,6 @@ class Plan:
     schedule: Schedule
     backward: Backward | None  # None: it only evaluates
     wanted: dict[str, Value]  # what has a gradient: parameters by name, inputs by "input 0"
-    why: dict[Value, list[str]]  # rows of `fuse` that made a value what it is, and their figures
 
     @property
     def graph(self) -> Graph:
@@ -53,7 +52,6 @@ def plan(
     *,
     trains: bool = False,  # with gradients of the parameters that require one
     of_inputs: tuple[int, ...] = (),  # and of these inputs, counted among the tensors
-    fuses: bool = True,  # False: every node as it was traced
     joins: tuple[ModuleType, Device] | None = None,  # kernels and a GPU for `join`; None: not
     tf32: tuple[bool, bool] = (True, True),  # may convolutions, may other products be in TF32
 ) -> Plan:
@@ -65,18 +63,16 @@ def plan(
         wanted = {k: v for k, v in graph.parameters.items() if k in graph.trainable}
     wanted |= {f"input {i}": graph.inputs[i] for i in of_inputs}
     split_norms(graph)
-    why = prepare(graph, "train" if wanted else "sample") if fuses else {}
+    prepare(graph, "train" if wanted else "sample")
     backward = differentiate(graph, list(wanted.values())) if wanted else None
-    for value, reasons in (fuse(graph, backward, tf32[0]) if fuses else {}).items():
-        why[value] = why.get(value, []) + reasons
+    fuse(graph, backward, tf32[0])
     start = None if backward is None else backward.start
     grads = () if backward is None else tuple(backward.grads.values())
     given = () if backward is None else backward.seeds.values()
     graph.check_with(given)
     parameters = dict(module.named_parameters()) | dict(module.named_buffers())
     if joins is not None and backward is None and _multiplies_low(graph, tf32):
-        for value, reasons in join(graph, parameters, *joins, grid_sync=False).items():
-            why[value] = why.get(value, []) + reasons
+        join(graph, parameters, *joins, grid_sync=False)
     fewer = casts_together(graph)
     start = None if start is None else start - fewer
     for node in graph.nodes:
@@ -85,4 +81,4 @@ def plan(
     made = schedule(graph, start, grads)
     graph.nodes = made.nodes
     graph.rename()
-    return Plan(traced, made, backward, wanted, why)
+    return Plan(traced, made, backward, wanted)

@@ -196,6 +196,7 @@ class Graph:
         self.trainable: set[str] = set()  # of these, the ones that a gradient may be asked of
         self.constants: dict[Value, Tensor] = {}
         self.outputs: list[Value] = []
+        self.why: dict[Value, list[str]] = {}  # what made a value as it is made, and the figures
         self._names: dict[str, int] = {}
 
     def value(self, name: str, shape: Iterable[int], dtype: torch.dtype, **more: str) -> Value:
@@ -241,6 +242,10 @@ class Graph:
         value = self.value(name, tensor.shape, tensor.dtype)
         self.constants[value] = tensor
         return value
+
+    def reason(self, value: Value, why: str) -> None:
+        """Say why a value is made as it is."""
+        self.why.setdefault(value, []).append(why)
 
     def producers(self) -> dict[Value, Node]:
         return {value: node for node in self.nodes for value in node.outputs.values()}

@@ -317,9 +317,8 @@ def sampling_plan(
     names |= {f"model.{name}": name for name in dict(model.named_buffers())}
     graph.parameters = {names[name]: value for name, value in graph.parameters.items()}
     split_norms(graph)
-    why = prepare(graph, "sample")
-    for value, reasons in fuse(graph, None).items():
-        why[value] = why.get(value, []) + reasons
+    prepare(graph, "sample")
+    fuse(graph, None)
     image = _cut_image(graph)
     emb = _cut_embedding(graph, projection_columns(model), shape[0])
     tokens = _cut_context(graph, context_blocks(model))
@@ -327,14 +326,13 @@ def sampling_plan(
     graph.prune()
     gpu = describe(device) if gpu is None else gpu
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-    for value, reasons in join(graph, parameters, kernels, gpu).items():
-        why[value] = why.get(value, []) + reasons
+    join(graph, parameters, kernels, gpu)
     zeros = _zeros(graph)
     graph.check()
     made = schedule(graph)
     graph.nodes = made.nodes
     graph.rename()
-    return SamplingPlan(Plan(traced, made, None, {}, why), image, emb, zeros, tokens)
+    return SamplingPlan(Plan(traced, made, None, {}), image, emb, zeros, tokens)
 
 
 def _cut_image(graph: Graph) -> Value:

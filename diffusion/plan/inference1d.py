@@ -102,9 +102,8 @@ def real_time_plan(
     )
     made = schedule(graph)
     graph.rename()
-    why = {node.out: _why(node, emb) for node in graph.nodes}
-    planned = Plan(traced, made, None, {}, why)
-    return RealTimePlan(planned, image, emb, cond[0] if cond else None, row)
+    graph.why = {node.out: _why(node, emb) for node in graph.nodes}
+    return RealTimePlan(Plan(traced, made, None, {}), image, emb, cond[0] if cond else None, row)
 
 
 def _why(node: Node, emb: Value) -> list[str]:

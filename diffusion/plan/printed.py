@@ -123,7 +123,7 @@ class Writer:
 
 def lines(plan: Plan, gpu: Chip) -> list[Line]:
     """The lines of a plan, in the order in which it runs."""
-    kernels, s, writer = launched(plan, gpu), plan.schedule, Writer(gpu, plan.why)
+    kernels, s, writer = launched(plan, gpu), plan.schedule, Writer(gpu, plan.graph.why)
     forward = set(s.forward)
     for move in s.moves:
         pass_ = "forward" if move in forward else "backward"
@@ -136,11 +136,6 @@ def lines(plan: Plan, gpu: Chip) -> list[Line]:
 
 def page(plan: Plan, gpu: Chip) -> Page:
     return Page(lines(plan, gpu), f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak")
-
-
-def bytes_of(node: Node) -> int:
-    """Read and written at least once."""
-    return 0 if node.op in FREE else sum(v.bytes for v in _moved(node))
 
 
 def _moved(node: Node) -> set[Value]:

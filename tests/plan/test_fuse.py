@@ -199,7 +199,7 @@ def test_every_row_is_used_by_the_networks(trains):
         plans += (plan(theirs.bfloat16(), tuple(low)),)
     crossing = Crossing(True), (torch.randn(2, 3, 4, 4), torch.randn(2, 5, 6))
     plans += (plan(*crossing, trains=trains),)
-    why = [reason for p in plans for reasons in p.why.values() for reason in reasons]
+    why = [reason for p in plans for reasons in p.graph.why.values() for reason in reasons]
     mode = "train" if trains else "sample"
     rows = PREPARING + FORWARD_ROWS + (BACKWARD_ROWS if trains else ())
     for row in rows:
@@ -257,11 +257,11 @@ def test_a_row_that_is_left_out_changes_nothing_else(trains):
     x, t = torch.randn(2, 3, 8, 8), torch.tensor([3, 4])
     kwargs = {"rng": torch.tensor([1, 2])} if trains else {}
     whole = plan(module, (x, t), kwargs, trains=trains)
-    names = {reason.split(" (")[0] for reasons in whole.why.values() for reason in reasons}
+    names = {reason.split(" (")[0] for reasons in whole.graph.why.values() for reason in reasons}
     for name in sorted(names)[:: 3 if trains else 2]:
         with leaving_out(name):
             part = plan(module, (x, t), kwargs, trains=trains)
-        rest = [reason for reasons in part.why.values() for reason in reasons]
+        rest = [reason for reasons in part.graph.why.values() for reason in reasons]
         assert not any(reason.startswith(f"{name} (") for reason in rest)
         assert part.graph.count() != whole.graph.count()
 

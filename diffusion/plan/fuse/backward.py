@@ -46,14 +46,10 @@ def _added_dx(f: Fusing, node: Node) -> Value | None:
         role = next(r for r, v in norm.outputs.items() if v is dx)
         places = ("add1", "add1_second") if role == "dx1" else ("add2",)
         place = next((p for p in places if p not in norm.inputs), None)
-        if place is None:
-            continue
-        if _reaches(f, other, norm):
+        if place is None or _reaches(f, other, norm):
             continue
         f.give(norm, place, other)
-        f.producers.pop(dx)
-        norm.outputs[role] = node.out
-        f.take(norm, node)
+        f.write(norm, node.out, node, role=role)
         return node.out
     return None
 
@@ -64,11 +60,8 @@ def _two_summands(f: Fusing, node: Node) -> Value | None:
     if total is None or "add1_second" in node.inputs or "rows" in node.outputs:
         return None
     a, b = total.inputs["a"], total.inputs["b"]
-    if (
-        f.reader(total.out, node.op) is not node
-        or a is b
-        or not a.shape == b.shape == total.out.shape
-    ):
+    alike = a is not b and a.shape == b.shape == total.out.shape
+    if not alike or f.reader(total.out, node.op) is not node:
         return None
     f.swap(node, "add1", a)
     f.give(node, "add1_second", b)
@@ -185,21 +178,14 @@ def _exact_weight_grad(f: Fusing, node: Node) -> Value | None:
     if grad is None or f.reader(x, "cast") is not node:
         return None
     if reshape is None:
-        f.producers.pop(grad.out)
-        grad.outputs = {"y": node.out}
-        f.take(grad, node)
+        f.write(grad, node.out, node)
         return node.out
     if f.reader(before, "reshape") is not reshape:
         return None
     wide = f.graph.value(before.name, before.shape, node.out.dtype)
-    f.producers.pop(before)
-    grad.outputs = {"y": wide}
-    f.take(grad)
-    f.forget(reshape, "x")
-    f.give(reshape, "x", wide)
-    f.producers.pop(x)
-    reshape.outputs = {"y": node.out}
-    f.take(reshape, node)
+    f.write(grad, wide)
+    f.swap(reshape, "x", wide)
+    f.write(reshape, node.out, node)
     return wide
 
 

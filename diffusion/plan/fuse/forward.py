@@ -51,9 +51,7 @@ def _epilogue_add(f: Fusing, node: Node) -> Value | None:
         else:
             continue
         _becomes_fused(conv)
-        f.producers.pop(y)
-        conv.outputs["y"] = node.out
-        f.take(conv, node)
+        f.write(conv, node.out, node)
         return node.out
     return None
 
@@ -173,9 +171,7 @@ def _dropped_pass(f: Fusing, node: Node) -> Value | None:
         return None
     f.give(norm, "rng", node.inputs["rng"])
     norm.attrs |= node.attrs
-    f.producers.pop(norm.out)
-    norm.outputs = {"y": node.out}
-    f.take(norm, node)
+    f.write(norm, node.out, node)
     return node.out
 
 

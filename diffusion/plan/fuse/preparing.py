@@ -96,9 +96,7 @@ def _pointwise_of_concat(f: Fusing, node: Node) -> Value | None:
         terms.append(made.out)
         start = stop
     total = f.insert(node, "add", {"a": terms[0], "b": terms[1]}, {"y": (y.shape, y.dtype)})
-    f.producers.pop(total.out)
-    total.outputs = {"y": y}
-    f.take(total, node)
+    f.write(total, y, node)
     return y
 
 

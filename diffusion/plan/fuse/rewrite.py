@@ -101,6 +101,14 @@ class Fusing:
             self.producers[value] = node
         self.connect(node)
 
+    def write(self, node: Node, value: Value, *ended: Node, role: str = "") -> None:
+        """Let a node make this value in the place of a result of its, the first if no role is
+        named, and forget nodes whose work it does now."""
+        role = role or next(iter(node.outputs))
+        self.producers.pop(node.outputs[role])
+        node.outputs[role] = value
+        self.take(node, *ended)
+
     def connect(self, node: Node) -> None:
         for value in set(node.inputs.values()):
             readers = self.consumers.setdefault(value, [])

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from ..canonical import once
 from ..differentiate import Backward
-from ..graph import Graph, Node, Value
+from ..graph import Graph, Node
 from .backward import BACKWARD_ROWS
 from .forward import FORWARD_ROWS
 from .preparing import PREPARING
@@ -36,12 +36,11 @@ def leaving_out(*names: str) -> Iterator[None]:
         _left_out.difference_update(names)
 
 
-def prepare(graph: Graph, mode: str) -> dict[Value, list[str]]:
-    """Apply the rows of `PREPARING`, in place; why each value is made as it is."""
-    why = _apply(graph, PREPARING, mode)
+def prepare(graph: Graph, mode: str) -> None:
+    """Apply the rows of `PREPARING`, in place."""
+    _apply(graph, PREPARING, mode)
     once(graph)  # the sums of a tensor serve every norm that reads it
     graph.prune()
-    return why
 
 
 def fuse(
@@ -49,9 +48,9 @@ def fuse(
     backward: Backward | None,
     tf32: bool = True,
     step: Serves | None = None,  # it is of a training step, and what has kernels: see `Fusing`
-) -> dict[Value, list[str]]:
-    """Apply the other rows, in place; why each value is made as it is. Without `tf32` convolutions
-    of float32 are left to kernels that multiply in float32."""
+) -> None:
+    """Apply the other rows, in place. Without `tf32` convolutions of float32 are left to kernels
+    that multiply in float32."""
     if backward is None:
         return _apply(graph, FORWARD_ROWS, "sample", tf32)
     mode = "train" if step is None else "step"
@@ -60,14 +59,14 @@ def fuse(
     forward, behind = nodes[: backward.start], nodes[backward.start :]
     read = {v for node in behind for v in node.inputs.values()}
     graph.nodes, graph.outputs = forward, [*outputs, *read]
-    why = _apply(graph, FORWARD_ROWS, mode, tf32, serves=step)
+    _apply(graph, FORWARD_ROWS, mode, tf32, serves=step)
     forward = graph.nodes
     graph.nodes, graph.outputs = behind, list(backward.grads.values())
-    why |= _apply(graph, BACKWARD_ROWS, mode, tf32, forward)
+    _apply(graph, BACKWARD_ROWS, mode, tf32, forward)
     behind = graph.nodes
     graph.nodes, graph.outputs, graph.constants = [*forward, *behind], outputs, constants
     backward.start = len(forward)
-    return why
+    return None
 
 
 def _apply(
@@ -77,8 +76,7 @@ def _apply(
     tf32: bool = True,
     before: list[Node] | None = None,
     serves: Serves | None = None,
-) -> dict[Value, list[str]]:
-    why: dict[Value, list[str]] = {}
+) -> None:
     for row in rows:
         if not row.applies(mode) or row.name in _left_out:
             continue
@@ -91,8 +89,7 @@ def _apply(
                 continue
             value = row.rewrite(f, node)
             if value is not None:
-                why.setdefault(value, []).append(f"{row.name} ({row.earns})")
+                graph.reason(value, f"{row.name} ({row.earns})")
         f.done()
         graph.sort()
         graph.prune()
-    return why

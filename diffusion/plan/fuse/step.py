@@ -127,9 +127,7 @@ def _few_channels(f: Fusing, node: Node) -> Value | None:
         for reader in list(f.consumers.get(node.out, [])):
             if reader is not None:
                 f.swap(reader, "x", wide)
-        f.producers.pop(node.out)
-        node.outputs = {"y": wide}
-        f.take(node)
+        f.write(node, wide)
     return node.out if changed else None
 
 
@@ -187,9 +185,7 @@ def _added_resampled(f: Fusing, node: Node) -> Value | None:
         if made is None or "add" in made.inputs or f.reader(dx, "add") is not node:
             continue
         f.give(made, "add", other)
-        f.producers.pop(dx)
-        made.outputs = {"y": node.out}
-        f.take(made, node)
+        f.write(made, node.out, node)
         return node.out
     return None
 
@@ -207,10 +203,8 @@ def _pooled_dx(f: Fusing, node: Node) -> Value | None:
     if small.shape != node.out.shape:
         return None
     f.swap(norm, "x0", small)
-    f.producers.pop(large)
-    norm.outputs = {"dx1": node.out} | {r: v for r, v in norm.outputs.items() if r != "dx1"}
     norm.attrs["upsample1"] = True
-    f.take(norm, node)
+    f.write(norm, node.out, node, role="dx1")
     return node.out
 
 

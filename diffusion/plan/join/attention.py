@@ -36,12 +36,12 @@ def attention(j: Joining, node: Node) -> None:
             inputs = {"x": source, **given, **sums}
             j.emit("projected_attention", inputs, node.outputs, node, **attrs, **of_norm)
             j.forget(x)
-            j.reason(node.out, "attention with the projection and the norm in front of it")
+            j.graph.reason(node.out, "attention with the projection and the norm in front of it")
             return None
     if j.joins("projected_attention", projected_spec(rows, heads)):
         j.need(x)
         j.emit("projected_attention", {"x": x, **given}, node.outputs, node, **attrs)
-        j.reason(node.out, "attention with the projection in front of it")
+        j.graph.reason(node.out, "attention with the projection in front of it")
         return None
     j.need(x)
     j.emit("conv_few", linear.inputs, linear.outputs, linear)

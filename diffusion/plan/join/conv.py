@@ -100,7 +100,7 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
         j.measured[node.outputs["partials"]] = y
     attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")}
     j.emit(op, {**node.inputs, **affine, "x2": x2}, outputs, node, **attrs)
-    j.reason(norm.out, f"a norm in the launch of its convolution ({op})")
+    j.graph.reason(norm.out, f"a norm in the launch of its convolution ({op})")
     j.done.add(norm)
     return True
 
@@ -112,7 +112,7 @@ def _conv_then_means(j: Joining, node: Node, pool: Node) -> bool:
         return False
     outputs = node.outputs | means(j, pool)
     j.emit("conv_means", node.inputs, outputs, node)
-    j.reason(pool.out, "2x2 means in the launch of their convolution")
+    j.graph.reason(pool.out, "2x2 means in the launch of their convolution")
     j.done.add(pool)
     return True
 
@@ -150,7 +150,7 @@ def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
     outputs = node.outputs | (means(j, pool) if pools else {})
     attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")}
     j.emit("norm_conv", inputs, outputs, node, **attrs)
-    j.reason(node.out, "a norm made by the convolution that reads it")
+    j.graph.reason(node.out, "a norm made by the convolution that reads it")
     if pools:
         j.done.add(pool)
     j.forget(norm.out)
@@ -176,6 +176,6 @@ def _norm_conv_of_two(j: Joining, node: Node, norm: Node) -> bool:
     inputs |= {role: norm.inputs[role] for role in ("x0", "x1", "partials0", "partials1")}
     attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")}
     j.emit("norm_conv_of_two", inputs, node.outputs, node, **attrs)
-    j.reason(node.out, "a norm made by the convolution that reads it")
+    j.graph.reason(node.out, "a norm made by the convolution that reads it")
     j.forget(norm.out)
     return True

@@ -94,7 +94,7 @@ def _norm_single_cta(j: Joining, node: Node) -> None:
         if j.others_read(x1, node):
             outputs["x"] = x1
         attrs["shape"] = x1.shape
-        j.reason(node.out, "a norm that adds the parts of its convolution")
+        j.graph.reason(node.out, "a norm that adds the parts of its convolution")
     elif x1 in j.large:
         inputs["x0"], outputs["x"] = j.large.pop(x1), x1
         j.later.pop(x1)
@@ -131,7 +131,7 @@ def _norm_upsampled(j: Joining, node: Node) -> None:
     given = {role: conv.inputs[role] for role in ("bias", "emb") if role in conv.inputs}
     given |= {"a": node.out} | upsampled_filters(j, conv, small.shape[3])
     j.emit("conv_upsampled", given, conv.outputs, conv)
-    j.reason(conv.out, "multiplied on the small image")
+    j.graph.reason(conv.out, "multiplied on the small image")
 
 
 def _late_upsample(j: Joining, large: Value, small: Value, like: Node) -> None:

@@ -48,7 +48,7 @@ def of_upsampled(j: Joining, node: Node) -> bool:
         return False
     inputs = {"x": small, "bias": node.inputs["bias"]} | upsampled_filters(j, node, c)
     j.emit("conv_of_upsampled", inputs, node.outputs, node)
-    j.reason(node.out, "multiplied on the small image")
+    j.graph.reason(node.out, "multiplied on the small image")
     del j.small[node.inputs["x"]], j.later[node.inputs["x"]]
     return True
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from triton_kernels.runtime.device import Device
 
 from ..dry_run import nothing_launched
-from ..graph import Graph, Value
+from ..graph import Graph
 from ..schedule import fixed_nodes
 from .attention import attention
 from .conv import conv, linear
@@ -54,10 +54,9 @@ def join(
     kernels: ModuleType,  # `triton_kernels.fused_ops` or its reference
     gpu: Device,
     grid_sync: bool = True,  # whether programs of a launch may wait for one another
-) -> dict[Value, list[str]]:
-    """Rewrite a forward pass in place, after `fuse`. Returns the reasons for how each value is
-    computed. The nodes are then launches on one stream; with `grid_sync` no other evaluation may
-    run on the GPU at the same time."""
+) -> None:
+    """Rewrite a forward pass in place, after `fuse`. The nodes are then launches on one stream;
+    with `grid_sync` no other evaluation may run on the GPU at the same time."""
     first = fixed_nodes(graph, graph.nodes)  # any node may look at its filters,
     for node in graph.nodes:  # and at parts of what there is
         if node.op == "columns" and node.inputs["x"] in graph.inputs:
@@ -72,4 +71,3 @@ def join(
     graph.nodes = joining.nodes
     graph.prune()
     graph.check()
-    return joining.why

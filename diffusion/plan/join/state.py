@@ -47,7 +47,6 @@ class Joining:
         self.small: dict[Value, Value] = {}  # what an upsampled value that was put off is made of
         self.large: dict[Value, Value] = {}  # what means that were put off are made of
         self.measured: dict[Value, Value] = {}  # what sums were taken of, if nobody has taken them
-        self.why: dict[Value, list[str]] = {}
 
     def emit(self, op: str, inputs: dict, outputs: dict[str, Value], like: Node, **attrs) -> Node:
         """A new node, which makes values of the old graph."""
@@ -120,9 +119,6 @@ class Joining:
     def reads_whole(self, elements: int, pixels: int) -> bool:
         """Whether a norm does not want the partials of a tensor so small."""
         return elements <= self.k.SMALL_NORM and pixels <= WHOLE_PIXELS
-
-    def reason(self, value: Value, why: str) -> None:
-        self.why.setdefault(value, []).append(why)
 
     def spec(self, node: Node, x: Value, **rest: Any) -> ConvSpec:
         """Of a convolution that reads this and adds 1x1 convolutions."""

@@ -13,7 +13,6 @@ from ..graph import Graph, Node, Value
 
 MUCH = 32 * 2**20  # bytes
 _NORMS = ("norm", "norm_of_upsampled")
-_AGAIN = ("upsample", "avg_pool")
 _SUMMANDS = ("add1_second", "add1", "dz")  # whose memory dx may take
 
 

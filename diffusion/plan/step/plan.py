@@ -47,7 +47,6 @@ class StepPlan:
     seed: Value  # the gradient of the result
     placed: dict[Value, Place]
     schedule: Schedule
-    why: dict[Value, list[str]]
 
 
 class _Body(nn.Module):
@@ -85,7 +84,7 @@ def step_plan(
     graph.parameters = {n.removeprefix("model."): v for n, v in graph.parameters.items()}
     trainable = {name.removeprefix("model.") for name in graph.trainable}
     split_norms(graph)
-    why = prepare(graph, "step")
+    prepare(graph, "step")
     image, _, draws, *tokens = graph.inputs
     parts = _cut_embedding(graph, projection_columns(model))
     graph.inputs = [image, draws, *tokens, *parts]
@@ -102,8 +101,7 @@ def step_plan(
         gpu = describe(x.device)
         return all(kernels.OPS[op].why_apart(spec, gpu) is None for op, spec in asked.items())
 
-    for value, reasons in fuse(graph, backward, step=serves).items():
-        why[value] = why.get(value, []) + reasons
+    fuse(graph, backward, step=serves)
     result, forward = graph.outputs, set(graph.nodes[: backward.start])
     places = {
         backward.grads[v]: Place(name, v.shape) for name, v in wanted.items() if v in backward.grads
@@ -129,7 +127,7 @@ def step_plan(
     graph.rename()
     graph.constants = {value: c.to(x.device) for value, c in graph.constants.items()}
     tokens = tuple(tokens)
-    return StepPlan(graph, image, parts, draws, tokens, low, seed, placed, made, why)
+    return StepPlan(graph, image, parts, draws, tokens, low, seed, placed, made)
 
 
 def _cut_embedding(graph: Graph, columns: dict[str, slice]) -> dict[Value, slice]:

@@ -62,7 +62,7 @@ class _Step:
     def __init__(self, network: TrainingUNet, notes: Notes, gpu: Chip, made: StepPlan) -> None:
         self.network, self.notes, self.made = network, notes, made
         self.backward = set(made.schedule.backward)
-        self.writer = Writer(gpu, made.why)
+        self.writer = Writer(gpu, made.graph.why)
 
     def add(self, move: Move, values: dict[Value, Tensor]) -> None:
         found, write = self.notes.taken(), self.writer
