@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from .graph import PARTS, Graph, Node, PlanError, Value
 
 GRADIENTS: dict[str, Callable] = {}
@@ -245,8 +243,7 @@ def _attention(d, node, dy):
         return
     first, heads = next(iter(parts.values())), node.attrs["heads"]
     positions = math.prod(first.shape[1:-1])
-    exact = torch.float64 if first.dtype == torch.float64 else torch.float32
-    state = d.graph.value("attention.state", (first.shape[0], heads, positions), exact)
+    state = d.graph.value("attention.state", (first.shape[0], heads, positions), first.exact)
     node.outputs["state"] = state
     grads = d.graph.node(
         "attention_grad",

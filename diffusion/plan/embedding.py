@@ -28,8 +28,7 @@ class Step:
     rng: Tensor | None  # int64 [2]: seed, step
     first: int  # global index of sample 0
     ready: torch.cuda.Event | None = None  # when `rows` are there; None: they are
-    blocks: int = 0  # that have not written their part of d_emb
-    written: torch.cuda.Event | None = None  # when they have; None: it is there
+    written: torch.cuda.Event | None = None  # when blocks have written d_emb; None: it is there
 
     @property
     def emb(self) -> Tensor:
@@ -39,10 +38,9 @@ class Step:
             self.ready = None
         return self.rows.detach()
 
-    def block_done(self) -> None:
-        """One more block has written its part of d_emb."""
-        self.blocks -= 1
-        if self.blocks == 0 and self.d_emb.is_cuda:
+    def done(self) -> None:
+        """The blocks have written their parts of d_emb."""
+        if self.d_emb.is_cuda:
             self.written = torch.cuda.current_stream().record_event()
 
 
@@ -61,20 +59,15 @@ class EmbeddingLayers:
         high = {"priority": -1}
         self._stream = torch.cuda.Stream(device, **high) if device.type == "cuda" else None
         self._begin: torch.cuda.Event | None = None  # after it the inputs are there
-        self._columns = projection_columns(model)
-        names = list(self._columns)
-        start = self._columns[names[-1]].stop
-        self.blocks = len(names)
+        columns = projection_columns(model)
+        names = list(columns)
+        start = columns[names[-1]].stop
         self._step: Step | None = None  # kept while its backward pass may still run
         weights = [f"{name}.emb_layers.1.weight" for name in names]
         biases = [f"{name}.emb_layers.1.bias" for name in names]
         self.projection = Linear(4 * model.model_channels, start, backend=model.backend)
         self.projection.weight = _joined(flat, weights, (start, 4 * model.model_channels))
         self.projection.bias = _joined(flat, biases, (start,))
-
-    def columns(self, name: str) -> slice:
-        """The columns of a block in `__call__`'s result."""
-        return self._columns[name]
 
     def __call__(self, *inputs) -> Tensor:  # those of UNet.embed -> [N, sum of the widths]
         return self._linear(

@@ -11,7 +11,7 @@ Each of these takes a graph and returns a graph, or a list of its nodes.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,6 +148,11 @@ class Value:
     def bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def exact(self) -> torch.dtype:
+        """What sums of it are kept in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
     def __repr__(self) -> str:
         return f"{self.name}{list(self.shape)}"
 
@@ -170,15 +175,27 @@ class Node:
 
     def many(self, role: str) -> list[Value]:
         """The inputs role0, role1, ... of those that take any number."""
-        return [
-            v for k, v in self.inputs.items() if k.startswith(role) and k[len(role) :].isdigit()
-        ]
+        return many(self.inputs, role)
+
+    @property
+    def keeps_size(self) -> bool:
+        """Whether the images of a convolution or linear layer, or of its gradient, have one size:
+        its stride is 1, and around them are as many zeros as its odd filters need."""
+        r, s = self.inputs.get("weight", self.out).shape[2:] or (1, 1)
+        same = (r // 2, r // 2, s // 2, s // 2)
+        how = self.attrs.get("stride", (1, 1)), self.attrs.get("padding", same)
+        return how == ((1, 1), same) and r % 2 == s % 2 == 1
 
     def __repr__(self) -> str:
         made = ", ".join(map(repr, self.outputs.values()))
         read = ", ".join(f"{k}={v.name}" for k, v in self.inputs.items())
         said = ", ".join(f"{k}={v}" for k, v in self.attrs.items())
         return f"{made} = {self.op}({read}{'; ' if said else ''}{said})"
+
+
+def many(inputs: Mapping[str, Any], role: str) -> list[Any]:
+    """inputs role0, role1, ..."""
+    return [v for k, v in inputs.items() if k.startswith(role) and k[len(role) :].isdigit()]
 
 
 def numbered(role: str, values: Iterable[Value]) -> dict[str, Value]:

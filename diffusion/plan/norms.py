@@ -30,7 +30,7 @@ def _split(graph: Graph, node: Node):
     x, a = node.inputs["x"], node.attrs
     n, c = x.shape[0], x.shape[-1]
     pixels = math.prod(x.shape[1:-1])
-    exact = torch.float64 if x.dtype == torch.float64 else torch.float32
+    exact = x.exact
     source = node.source
     weight, bias = (node.inputs.get(role) for role in ("weight", "bias"))
     if weight is None:

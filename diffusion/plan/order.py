@@ -282,14 +282,10 @@ class _Order:
 
     def _goes_with_others(self, node: Node) -> bool:
         x, dy, shape = node.inputs["x"], node.inputs["dy"], node.out.shape
-        if node.attrs.get("stride", (1, 1)) != (1, 1) or len(x.shape) != 4:
+        if not node.keeps_size or len(x.shape) != 4:
             return False
         if (shape[1], shape[0]) != (x.shape[3], dy.shape[3]):
             return False
-        if node.op == "conv_dw":
-            r, s = shape[2:]
-            if node.attrs["padding"] != (r // 2, r // 2, s // 2, s // 2):
-                return False
         again = self.made.get(x)
         return again is None or again.op != "upsample"
 

@@ -7,8 +7,9 @@ from triton_kernels.conv.conv_norm import NextNorm
 from triton_kernels.conv.plain.split_k import SplitConv
 from triton_kernels.conv.upsampled import UpsampledFilters
 
+from ..graph import many
 from .norms import film
-from .table import Inputs, bias_of, extra, filters, launches, many
+from .table import Inputs, bias_of, extra, filters, launches
 
 
 def _terms(given: Inputs) -> dict:

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from triton_kernels.conv.upsampled import UpsampledFilters
 
-from ..graph import Node
-from .table import Inputs, Launcher, filters, image, images, launches, many, mask_of
+from ..graph import Node, many
+from .table import Inputs, Launcher, filters, image, images, launches, mask_of
 
 _SUM_PROGRAMS = 128  # that take the sums of a tensor, at least
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..graph import PARTS, Node, Value
+from ..graph import PARTS, Node, many
 from ..order import WEIGHT_GRADS
 from .pytorch import leaf
 from .table import (
@@ -15,7 +15,6 @@ from .table import (
     extra,
     filters,
     launches,
-    many,
     mask_of,
 )
 
@@ -44,13 +43,9 @@ def _conv2d(
     return run.public.conv2d(x.contiguous(), weight, bias, **options)
 
 
-def _is_fused(node: Node, weight: Value) -> bool:
-    """Whether a gradient is one of the fused kernels', which keep the size of images, and multiply
-    float32 in TF32."""
-    r, s = weight.shape[2:] or (1, 1)
-    same = (r // 2, r // 2, s // 2, s // 2) if r % 2 and s % 2 else None
-    shape = node.attrs.get("stride", (1, 1)), node.attrs.get("padding", same)
-    return node.tf32 and shape == ((1, 1), same)
+def _is_fused(node: Node) -> bool:
+    """Whether a gradient is one of the fused kernels', which multiply float32 in TF32."""
+    return node.tf32 and node.keeps_size
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -112,7 +107,7 @@ def _by_autograd(
 @launches("conv_dx")
 def _conv_dx(run, node, given):
     dy, weight = given["dy"], given["weight"]
-    if _is_fused(node, node.inputs["weight"]):
+    if _is_fused(node):
         return run.kernels.conv_plain_input_grad(dy, filters(weight))
     x = torch.empty(node.out.shape, dtype=dy.dtype, device=dy.device)
     return _by_autograd(run, node, x, weight, dy, of_weight=False)
@@ -153,7 +148,7 @@ def _weight_grad(run, node, given):
     r, s = size or (1, 1)
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty((co, r, s, ci), dtype=wide, device=x.device).permute(0, 3, 1, 2)
-    if _is_fused(node, node.out):
+    if _is_fused(node):
         run.kernels.conv_weight_grad(x, dy, out)
     else:
         out = _by_autograd(run, node, x, torch.zeros_like(out, dtype=x.dtype), dy, of_weight=True)

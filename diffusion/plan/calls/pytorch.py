@@ -7,9 +7,9 @@ from torch import Tensor
 
 from triton_kernels.reference import ACTIVATION_FUNCTIONS
 
-from ..graph import Node
+from ..graph import Node, many
 from ..lower.table import call_arguments
-from .table import Inputs, by_pytorch, many
+from .table import Inputs, by_pytorch
 
 
 def leaf(x: Tensor) -> Tensor:

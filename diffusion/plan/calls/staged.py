@@ -16,8 +16,8 @@ from triton_kernels.conv1d.conv1d import (
 )
 from triton_kernels.tf32 import rounded_to_tf32
 
-from ..graph import Node
-from .table import Inputs, launches, many
+from ..graph import Node, many
+from .table import Inputs, launches
 
 
 def _multiplied(node: Node, weight: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from triton_kernels.noise.dropout import Mask
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused
 
-from ..graph import Node, Value
+from ..graph import Node, Value, many
 
 Kernels = ModuleType | SimpleNamespace
 
@@ -136,11 +136,6 @@ def launcher_of(kernels: ModuleType) -> Launcher:
 
 
 # --- of inputs ------------------------------------------------------------------------------------
-
-
-def many(inputs: Mapping[str, Any], role: str) -> list[Any]:
-    """inputs role0, role1, ..."""
-    return [v for k, v in inputs.items() if k.startswith(role) and k[len(role) :].isdigit()]
 
 
 def image(x: Tensor | None) -> Tensor | None:

@@ -18,12 +18,8 @@ def _input_grad(f: Fusing, node: Node) -> Value | None:
     if f.is_exact(da):
         return None
     alone = grad is not None and f.reader(da, "dropout" if before else "norm_act_grad")
-    if not alone or len(da.shape) != 4 or grad.attrs.get("stride", (1, 1)) != (1, 1):
+    if not alone or len(da.shape) != 4 or not grad.keeps_size:
         return None
-    if grad.op == "conv_dx":
-        r, s = grad.inputs["weight"].shape[2:]
-        if grad.attrs["padding"] != (r // 2, r // 2, s // 2, s // 2):
-            return None
     attrs = grad.attrs or {"stride": (1, 1), "padding": (0,) * 4}
     f.forget(node, "da")
     for role, value in {"dy": grad.inputs["dy"], "weight": grad.inputs["weight"], **mask}.items():

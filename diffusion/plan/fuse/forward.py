@@ -11,14 +11,8 @@ def _fused_conv(f: Fusing, node: Node) -> Node | None:
         return node
     if f.is_exact(node.out):
         return None
-    if node.op == "conv":
-        r, s = node.inputs["weight"].shape[2:]
-        same = (r // 2, r // 2, s // 2, s // 2)
-        if node.attrs["stride"] != (1, 1) or node.attrs["padding"] != same or not r % 2 * s % 2:
-            return None
-    elif node.op != "linear" or len(node.out.shape) != 4:
-        return None
-    return node
+    is_image = node.op == "conv" or node.op == "linear" and len(node.out.shape) == 4
+    return node if is_image and node.keeps_size else None
 
 
 def _becomes_fused(node: Node) -> None:

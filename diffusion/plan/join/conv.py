@@ -3,7 +3,7 @@
 from ..graph import Node
 from .attention import waits_for_projection
 from .resample import means, of_upsampled
-from .state import TERMS, Joining, exact, norm_inputs, plain
+from .state import TERMS, Joining, norm_inputs
 
 _NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
 _MEETING_PIXELS = 1024  # the same, of at least so many images
@@ -24,7 +24,7 @@ def linear(j: Joining, node: Node) -> None:
 
 def conv(j: Joining, node: Node) -> None:
     r, s = j.filters(node).shape[2:]
-    if not plain(node) or r != s:  # the kernels that join anything have square filters
+    if not node.keeps_size or r != s:  # the kernels that join anything have square filters
         return j.other(node)
     y, x = node.out, node.inputs["x"]
     if x in j.norm_of and _norm_conv(j, node, j.norm_of[x]):
@@ -46,7 +46,7 @@ def conv(j: Joining, node: Node) -> None:
         if reader.op == "avg_pool" and not splits and _conv_then_means(j, node, reader):
             return None
     if splits:
-        parts = j.graph.value(f"{y.name}.parts", y.shape, exact(y))
+        parts = j.graph.value(f"{y.name}.parts", y.shape, y.exact)
         extra = {r: v for r, v in node.inputs.items() if r[:-1] in ("extra", "columns")}
         inputs = {"x": x, "weight": node.inputs["weight"], **extra}
         split = j.emit("conv_split", inputs, {"parts": parts}, node)
@@ -62,7 +62,7 @@ def _take_sums(j: Joining, node: Node) -> None:
     """Kernels are measured with their sums."""
     if node.op == "conv_fused" and "partials" not in node.outputs:
         n, _, _, c = node.out.shape
-        sums = j.graph.value(f"{node.out.name}.sums", (n, 1, 2, c), exact(node.out))
+        sums = j.graph.value(f"{node.out.name}.sums", (n, 1, 2, c), node.out.exact)
         node.outputs["partials"] = sums
 
 

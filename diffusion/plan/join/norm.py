@@ -7,7 +7,7 @@ from triton_kernels.registry.spec import ConvSpec, NormSpec, dtype_name
 
 from ..graph import Node, Value
 from .resample import upsampled_filters
-from .state import NORM, TERMS, Joining, norm_inputs, plain
+from .state import NORM, TERMS, Joining, norm_inputs
 
 _WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
 _FEW_TILES = 128  # whose sums every program may add up again
@@ -141,7 +141,7 @@ def _late_upsample(j: Joining, large: Value, small: Value, like: Node) -> None:
 
 def _serves_upsampled(j: Joining, norm: Node, conv: Node, small: Value, x2: Value) -> bool:
     """Whether the convolution of a norm of something upsampled multiplies on the small image."""
-    if conv.op != "conv_fused" or j.others_read(norm.out, conv) or not plain(conv):
+    if conv.op != "conv_fused" or j.others_read(norm.out, conv) or not conv.keeps_size:
         return False
     terms = [role for role in TERMS if role in conv.inputs and role != "emb"]
     if not j.ready(conv, "emb"):

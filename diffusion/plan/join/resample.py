@@ -3,7 +3,7 @@
 from triton_kernels.conv.upsampled import upsampled_spec
 
 from ..graph import Node, Value
-from .state import TERMS, Joining, exact
+from .state import TERMS, Joining
 
 _POOLED_IMAGES = 4  # at most, of which a norm makes the means that it reads
 
@@ -93,5 +93,5 @@ def means(j: Joining, pool: Node) -> dict[str, Value]:
     n, h, w, c = pool.out.shape
     sums = next((r.out for r in j.readers(pool.out) if r.op == "moments"), None)
     if sums is None or j.reads_whole(n * h * w * c, h * w):
-        sums = j.graph.value(f"{pool.out.name}.sums", (n, 1, 2, c), exact(pool.out))
+        sums = j.graph.value(f"{pool.out.name}.sums", (n, 1, 2, c), pool.out.exact)
     return {"means": pool.out, "sums": sums}

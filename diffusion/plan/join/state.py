@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from triton_kernels.conv.fused_spec import forward_spec
@@ -134,21 +133,6 @@ class Joining:
     def sum_parts(self, y: Value) -> None:
         conv = self.parts.pop(y)
         self.emit("sum_parts", self.sum_inputs(conv), dict(conv.outputs), conv)
-
-
-def plain(node: Node) -> bool:
-    """Whether a convolution is one of the fused kernels': of stride 1, and with zeros around."""
-    if node.op == "linear":
-        return True
-    r, s = node.inputs["weight"].shape[2:] if len(node.inputs["weight"].shape) == 4 else (1, 1)
-    same = (r // 2, r // 2, s // 2, s // 2)
-    stride, padding = node.attrs.get("stride", (1, 1)), node.attrs.get("padding", same)
-    return tuple(stride) == (1, 1) and tuple(padding) == same and r % 2 == s % 2 == 1
-
-
-def exact(value: Value) -> torch.dtype:
-    """What sums are kept in."""
-    return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
 def norm_inputs(norm: Node, prefix: str = "norm_") -> dict[str, Value]:

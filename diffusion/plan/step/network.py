@@ -138,7 +138,7 @@ class TrainingUNet:
         if rng is None and any(drops):
             raise ValueError(f"dropout={max(drops)} in training needs rng (seed, step)")
         emb, ready = self.embedding.beside(t, labels, rng, first)
-        step = Step(emb, torch.empty_like(emb), rng, first, ready, blocks=1)
+        step = Step(emb, torch.empty_like(emb), rng, first, ready)
         # the embedding's layers go back on their own, as soon as `step.d_emb` is complete
         start = emb.detach().requires_grad_(emb.requires_grad)
         return _Planned.apply(start, x, _Call(self, made, step, context))
@@ -228,7 +228,7 @@ class _Call:
             case "ready":
                 network.ready(move.start)
             case "embedding":
-                step.block_done()
+                step.done()
             case "finish":
                 network.embedding.backward(step)
 

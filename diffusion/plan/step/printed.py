@@ -26,7 +26,6 @@ def step_page(
     x: Tensor,  # [N, H, W, CI]
     labels: Given,
     gpu: Chip,
-    recompute: bool = False,
 ) -> Page:
     """The page of a step of the network: without the loss in front of backward, and the update.
     PlanError: the step has no plan, and why."""
@@ -37,7 +36,7 @@ def step_page(
     t, rng = torch.zeros(len(x), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with noting(gpu) as notes:
         # one process's, whose norm of the gradient is taken beside backward
-        network = TrainingUNet(model, flat, kernels, recompute, ready=lambda start: None)
+        network = TrainingUNet(model, flat, kernels, ready=lambda start: None)
         made = network.plan_of(x, *network.tokens(parts_of(labels)))
         notes.taken()  # the tokens, which the call makes again
         written = _Step(network, notes, gpu, made)
