@@ -7,6 +7,8 @@ import torch
 
 from ..graph import Graph, Node, Value
 
+HALF = (2, 2)  # pixels of a block, or steps
+
 
 @dataclass(frozen=True)
 class Row:
