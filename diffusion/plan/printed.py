@@ -21,12 +21,18 @@ from triton_kernels.runtime.device import standing_for
 
 from .build import Plan
 from .calls.table import BY_PYTORCH, launch_kernels
-from .graph import FREE, JOINED, STAGED, Node, Value
+from .graph import FREE, Node, Value
 from .moves import Move
 
 # of which each multiplies a gradient with all filters
 INPUT_GRADS = (
     "conv_dx", "linear_dx", "conv_input_grad", "skip_dx", "conv_down_dx", "skip_backward",
+)  # fmt: skip
+
+_PRODUCTS = (  # which multiply each pixel with all filters
+    *INPUT_GRADS, "conv", "linear", "conv_fused", "conv_down", "conv_few", "conv_split",
+    "conv_norm", "conv_norm_grid_sync", "conv_means", "norm_conv", "norm_conv_of_two",
+    "projected_attention", "head", "project",
 )  # fmt: skip
 
 
@@ -145,60 +151,31 @@ def _moved(node: Node) -> set[Value]:
 
 def flops_of(node: Node) -> int:
     """Of matrix products."""
-    inputs = node.inputs
-    if node.op in ("conv", "conv_fused", "linear", "conv_down"):
-        pixels = node.out.numel // node.out.shape[-1]
-        columns = sum(value.numel for value in node.many("columns"))
-        return 2 * pixels * (inputs["weight"].numel + columns)
-    if node.op in INPUT_GRADS:
-        dy = inputs["dy"]
-        return 2 * dy.numel // dy.shape[-1] * inputs["weight"].numel
-    if node.op in ("conv_dw", "linear_dw"):
-        dy = inputs["dy"]
-        return 2 * dy.numel // dy.shape[-1] * node.out.numel
-    if node.op in ("attention", "attention_grad"):
-        backward = node.op == "attention_grad"
-        o = inputs["dy"] if backward else node.out
+    op, inputs, out = node.op, node.inputs, node.out
+    if op in ("attention", "attention_grad"):
+        o = inputs.get("dy", out)
         keys = next(inputs[role] for role in ("qkv", "kv", "k") if role in inputs)
-        return (10 if backward else 4) * math.prod(keys.shape[1:-1]) * o.numel
-    if node.op in STAGED:
-        return _flops_of_staged(node)
-    if node.op in ("conv_upsampled_dx", "conv_of_upsampled_dx"):
-        dy = inputs["dy"]
-        pixels = dy.numel // dy.shape[-1]
-        return 2 * (pixels // 4 * inputs["taps"].numel + pixels * inputs["rest"].numel)
-    return _flops_of_joined(node) if node.op in JOINED else 0
-
-
-def _flops_of_joined(node: Node) -> int:
-    """Of what `join` makes: its convolutions are of stride 1."""
-    inputs = node.inputs
-    x = inputs.get("x", inputs.get("x0", inputs.get("a")))
-    if x is None or node.op == "upsampled_filters":
+        return (10 if "dy" in inputs else 4) * math.prod(keys.shape[1:-1]) * o.numel
+    if op in ("conv_dw", "linear_dw"):
+        return 2 * _pixels(inputs["dy"]) * out.numel
+    if op == "stage":  # sums [..., N, C, T]
+        _, n, _, t = out.shape
+        return 2 * (n * t // 2 if node.attrs["transposed"] else n * t) * inputs["weight"].numel
+    if "taps" in inputs:  # 4 of 16 are of a pixel in each of 4 places of a block
+        pixels = _pixels(inputs.get("dy", inputs.get("a", inputs.get("x"))))
+        small = pixels if op == "conv_of_upsampled" else pixels // 4
+        return 2 * (small * inputs["taps"].numel + pixels * inputs["rest"].numel)
+    if op not in _PRODUCTS:
         return 0
-    pixels = x.numel // x.shape[-1]
-    if "taps" in inputs:  # 4 of 16 taps are of a pixel in each of 4 places of a block
-        small = pixels // 4 if node.op == "conv_upsampled" else pixels
-        return 2 * small * inputs["taps"].numel + 2 * pixels * inputs["rest"].numel
-    if "weight" not in inputs or len(inputs["weight"].shape) < 2:
-        return 0  # of a norm
-    columns = sum(value.numel for value in node.many("columns"))
-    products = 2 * pixels * (inputs["weight"].numel + columns)
-    if node.op == "projected_attention":
-        products += 4 * math.prod(node.out.shape[1:-1]) * node.out.numel
-    return products
+    of = inputs["dy"] if op in INPUT_GRADS else inputs["x"] if op == "conv_split" else out
+    each = inputs["weight"].numel + sum(value.numel for value in node.many("columns"))
+    if op == "projected_attention":
+        return 2 * _pixels(of) * each + 4 * math.prod(out.shape[1:-1]) * out.numel
+    return 2 * _pixels(of) * each
 
 
-def _flops_of_staged(node: Node) -> int:
-    """Of sums [..., N, C, T], [N, 1, T, C] of the head, or [N, F] of a projection."""
-    if node.op not in ("stage", "head", "project"):
-        return 0
-    if node.op == "stage":
-        _, n, _, t = node.out.shape
-        positions = n * t // 2 if node.attrs["transposed"] else n * t
-    else:
-        positions = node.out.numel // node.out.shape[-1]
-    return 2 * positions * node.inputs["weight"].numel
+def _pixels(image: Value) -> int:
+    return image.numel // image.shape[-1]
 
 
 # --- which kernels --------------------------------------------------------------------------------
