@@ -15,6 +15,7 @@ from ..models.flat_parameters import FlatParameters
 from ..models.layers import Linear
 from ..models.unet import UNet
 from ..runtime.backward import run_backward
+from .graph import Graph, Node
 
 TOGETHER = ("emb_layers.1.weight", "emb_layers.1.bias")  # for FlatParameters
 
@@ -127,6 +128,34 @@ def projection_columns(model: UNet) -> dict[str, slice]:
             columns[name] = slice(start, start + width)
             start += width
     return columns
+
+
+def linears(graph: Graph) -> dict[str, Node]:
+    """Products with a parameter, or with what was made of it, by the parameter's name."""
+    parameters = {value: name for name, value in graph.parameters.items()}
+    producers, found = graph.producers(), {}
+    for node in graph.nodes:
+        weight = node.inputs["weight"] if node.op == "linear" else None
+        while weight not in parameters and weight in producers:
+            weight = producers[weight].inputs.get("x")
+        if weight in parameters:
+            found[parameters[weight]] = node
+    return found
+
+
+def projections(graph: Graph, columns: dict[str, slice]) -> dict[Node, slice]:
+    """The nodes that make blocks' projections, and those that make halves of them (scale and
+    shift), with their columns in the projections side by side."""
+    found, producers = {}, graph.producers()
+    for name, node in linears(graph).items():
+        if name.endswith(TOGETHER[0]):
+            found[node] = columns[name.removesuffix(f".{TOGETHER[0]}")]
+    for node in graph.nodes:
+        whole = producers.get(node.inputs.get("x"))
+        if node.op == "slice" and whole in found:
+            start = found[whole].start + node.attrs["start"]
+            found[node] = slice(start, start + node.out.shape[1])
+    return found
 
 
 class _AccumulatingLinear(torch.autograd.Function):

@@ -30,10 +30,10 @@ from ..process.objective import Denoiser
 from ..sampling.serialize import turn
 from .build import Plan
 from .calls.table import filters, launcher_of
-from .embedding import TOGETHER, EmbeddingLayers, projection_columns
+from .embedding import TOGETHER, EmbeddingLayers, linears, projection_columns, projections
 from .execute import run
 from .fuse.rows import fuse, prepare
-from .graph import Graph, Node, Value
+from .graph import Graph, Value
 from .join.rules import join
 from .norms import split_norms
 from .schedule import schedule
@@ -350,15 +350,9 @@ def _cut_embedding(graph: Graph, columns: dict[str, slice], n: int) -> Value:
     """Every block's projection of the embedding, which come as one matrix."""
     width = max(part.stop for part in columns.values())
     emb = graph.value("emb", (n, width), torch.float32)
-    producers = graph.producers()
-    for name, node in _linears(graph).items():
-        if name.endswith(TOGETHER[0]):
-            _as_columns(node, emb, columns[name.removesuffix(f".{TOGETHER[0]}")])
-    for node in graph.nodes:  # scale and shift are halves of a block's
-        before = producers.get(node.inputs.get("x"))
-        if node.op == "slice" and before is not None and before.inputs.get("x") is emb:
-            start = before.attrs["start"] + node.attrs["start"]
-            _as_columns(node, emb, slice(start, start + node.out.shape[1]))
+    for node, part in projections(graph, columns).items():
+        node.op, node.inputs = "columns", {"x": emb}
+        node.attrs = {"start": part.start, "stop": part.stop}
     return emb
 
 
@@ -367,8 +361,8 @@ def _cut_context(graph: Graph, blocks: list[str]) -> tuple[Value, ...]:
     Nobody makes them any more."""
     if not blocks:
         return ()
-    linears = _linears(graph)
-    found = [linears[f"{name}.kv.weight"] for name in blocks]
+    made = linears(graph)
+    found = [made[f"{name}.kv.weight"] for name in blocks]
     (mask,) = {node.inputs["mask"] for node in graph.nodes if "mask" in node.inputs}
     gone = {*found, graph.producers()[mask]}
     graph.nodes = [node for node in graph.nodes if node not in gone]
@@ -379,24 +373,6 @@ def context_blocks(model: UNet) -> list[str]:
     """The names of those that attend to a context, in order."""
     found = model.named_modules()
     return [name for name, module in found if isinstance(module, CrossAttentionBlock)]
-
-
-def _linears(graph: Graph) -> dict[str, Node]:
-    """Products with a parameter, or with what was made of it, by the parameter's name."""
-    parameters = {value: name for name, value in graph.parameters.items()}
-    producers, found = graph.producers(), {}
-    for node in graph.nodes:
-        weight = node.inputs["weight"] if node.op == "linear" else None
-        while weight not in parameters and weight in producers:
-            weight = producers[weight].inputs.get("x")
-        if weight in parameters:
-            found[parameters[weight]] = node
-    return found
-
-
-def _as_columns(node: Node, emb: Value, part: slice) -> None:
-    node.op, node.inputs = "columns", {"x": emb}
-    node.attrs = {"start": part.start, "stop": part.stop}
 
 
 def _zeros(graph: Graph) -> Value | None:

@@ -17,7 +17,7 @@ from triton_kernels.conv.upsampled import upsampled_spec
 from triton_kernels.runtime.device import describe
 
 from ..differentiate import differentiate
-from ..embedding import TOGETHER, projection_columns
+from ..embedding import projection_columns, projections
 from ..fuse.rows import fuse, prepare
 from ..graph import Graph, Node, Value
 from ..norms import split_norms
@@ -131,26 +131,12 @@ def step_plan(
 
 
 def _cut_embedding(graph: Graph, columns: dict[str, slice]) -> dict[Value, slice]:
-    """The blocks' parts of the embedding's projections, which become inputs: of each its columns in
-    the projections side by side."""
-    names = {v: name for name, v in graph.parameters.items()}
-    readers, parts, gone = graph.consumers(), {}, set()
-    for node in graph.nodes:
-        name = names.get(node.inputs.get("weight"), "")
-        if node.op != "linear" or not name.endswith(TOGETHER[0]):
-            continue
-        part = columns[name.removesuffix(f".{TOGETHER[0]}")]
-        halves = readers[node.out]
-        if any(half is None or half.op != "slice" for half in halves):
-            parts[node.out] = part
-            gone.add(node)
-            continue
-        for half in halves:  # scale and shift
-            start = part.start + half.attrs["start"]
-            parts[half.out] = slice(start, start + half.out.shape[1])
-            gone |= {node, half}
-    graph.nodes = [node for node in graph.nodes if node not in gone]
-    return parts
+    """The blocks' parts of the embedding's projections, or halves of them, which become inputs: of
+    each its columns in the projections side by side."""
+    found, readers = projections(graph, columns), graph.consumers()
+    graph.nodes = [node for node in graph.nodes if node not in found]
+    read = {node for node in found if any(r not in found for r in readers.get(node.out, ()))}
+    return {node.out: part for node, part in found.items() if node in read}
 
 
 def _low_parameters(graph: Graph, forward: set[Node]) -> dict[Value, str]:
