@@ -1,4 +1,4 @@
-"""The epilogue of `tile_mma_kernels` and `upsampled_kernels`: tiles [64 channels, pixels] in
+"""What the epilogue of `tile_multiply` is made of: tiles [64 channels, pixels] in
 pieces, of one image or of several, and what belongs to their channels."""
 
 from triton.experimental import gluon

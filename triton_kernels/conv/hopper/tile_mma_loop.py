@@ -53,19 +53,34 @@ class Tiles:
     IMAGES: gl.constexpr
     W: gl.constexpr
     COLUMNS: gl.constexpr  # of tiles, one beside the other
+    PARITIES: gl.constexpr  # of tiles in the same place, of pixels of another parity each
 
     @gluon.jit
     def place(self, i):
         """Image, row and column where a tile of pixels begins, and its number within the image."""
         tile = i // self.blocks_c
-        if self.COLUMNS == 1:
+        if self.PARITIES > 1:
+            parity = tile % self.PARITIES
+            tile = tile // self.PARITIES
+            n0 = tile // self.tiles_h * self.IMAGES
+            return n0, tile % self.tiles_h * self.ROWS, 0, tile % self.tiles_h, parity
+        elif self.COLUMNS == 1:
             h = tile % self.tiles_h
-            return tile // self.tiles_h * self.IMAGES, h * self.ROWS, 0, h
+            return tile // self.tiles_h * self.IMAGES, h * self.ROWS, 0, h, 0
         else:
             of_image = tile % (self.tiles_h * self.COLUMNS)
             n0 = tile // (self.tiles_h * self.COLUMNS)
             h0 = of_image // self.COLUMNS * self.ROWS
-            return n0, h0, of_image % self.COLUMNS * self.W, of_image
+            return n0, h0, of_image % self.COLUMNS * self.W, of_image, 0
+
+    @gluon.jit
+    def row(self, image, of_image, parity):
+        """Where the sums of its images are, among those of all tiles."""
+        if self.PARITIES > 1:
+            first = image * self.tiles_h * self.PARITIES + of_image * self.PARITIES
+            return first + parity
+        else:
+            return image * (self.tiles_h * self.COLUMNS) + of_image
 
     @gluon.jit
     def channel(self, i):

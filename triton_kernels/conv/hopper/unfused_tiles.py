@@ -38,7 +38,7 @@ def _load(x_desc, w_desc, blocks, tiles, K):
     step = 0
     for i in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         c0 = tiles.channel(i)
-        n, h0, _, _ = tiles.place(i)
+        n, h0, _, _, _ = tiles.place(i)
         for k0 in range(0, K, CHANNELS):
             for s in gl.static_range(3):
                 stage, bar = blocks.x.acquire(block, BYTES)
@@ -89,7 +89,7 @@ def _multiply(GROUP: gl.constexpr, y, y_bufs, blocks, turns, tiles, bias_ptr, K,
     phase = 0
     for i in range(gl.program_id(0) + GROUP * programs, tiles.count, 2 * programs):
         c0 = tiles.channel(i)
-        n, h0, _, _ = tiles.place(i)
+        n, h0, _, _, _ = tiles.place(i)
         acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
         turns.wait(GROUP, phase)
         acc, block, step = blocks.multiply(acc, block, step, tile_blocks)
@@ -152,7 +152,7 @@ def conv_unfused_tiles_kernel(
     blocks_c = C // 64
     tiles_h = H // ROWS
     count = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
-    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, 1)
+    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, 1, 1)
     blocks = Blocks(x, w_bufs, w, FILTERS, CHUNKS, ROWS * IMAGES * W, IMAGES * W, DGRAD)
     if STEPS > 0:
         launch_roles(

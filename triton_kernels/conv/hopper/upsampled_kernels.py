@@ -11,32 +11,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    tma,
 )
 
 from ...hopper.compat import (
     aggregate,
     allocate_for_views,
-    reinterpret,
     sync_threads,
     tma_load,
-    tma_store,
 )
-from ...hopper.pairs import round_pairs, widen_pairs
 from ...hopper.pipeline import new_barriers, new_ring, new_turns
 from ...hopper.roles import launch_roles
-from ...runtime.dependent_launch import await_inputs_alone, begin_next
+from ...runtime.dependent_launch import await_inputs_alone
 from .tile_epilogue import (
     Beside,
     Terms,
-    by_image,
-    in_pieces,
-    places_of,
-    squares_about_mean,
-    store_piece,
-    store_sums,
 )
 from .tile_mma_loop import Blocks, Tiles, pixels_from
+from .tile_multiply import Dropout, Results, ThenNorm, multiply_tiles
 
 
 @gluon.constexpr_function
@@ -91,9 +82,8 @@ def _load(images, blocks, tiles, OVERLAP: gl.constexpr):
         await_inputs_alone()
     for i in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         c0 = tiles.channel(i)
-        tile = i // tiles.blocks_c
         if DGRAD:
-            n0, h0, _, _ = tiles.place(i)
+            n0, h0, _, _, _ = tiles.place(i)
             for k0 in range(0, images.K1, 64):
                 for parity in range(4):
                     p = parity // 2
@@ -109,11 +99,9 @@ def _load(images, blocks, tiles, OVERLAP: gl.constexpr):
                             tma_load(up_w_desc, at, bar, blocks.w_bufs.index(stage * 2 + r))
                         block += 1
         else:
-            parity = tile % 4
+            n0, h0, _, _, parity = tiles.place(i)
             p = parity // 2
             q = parity % 2
-            n0 = tile // 4 // tiles.tiles_h * tiles.IMAGES
-            h0 = tile // 4 % tiles.tiles_h * tiles.ROWS
             above = h0 - 1 + p  # where rows of the upsampled image, or of the other parity, begin
             for k0 in range(0, images.K1, 64):
                 for t in range(2):
@@ -156,102 +144,30 @@ def _load(images, blocks, tiles, OVERLAP: gl.constexpr):
                         block += 1
 
 
-# --- products and epilogue ------------------------------------------------------------------------
+# --- products -------------------------------------------------------------------------------------
 
 
-@gluon.jit
-def _multiply(
-    GROUP: gl.constexpr, blocks, tiles, turns, stages, terms, beside, y_desc, partial_ptr,
-    K1, K2, HAS_OTHERS: gl.constexpr, OVERLAP: gl.constexpr,
-):  # fmt: skip
-    ROWS: gl.constexpr = tiles.ROWS
-    IMAGES: gl.constexpr = tiles.IMAGES
-    W: gl.constexpr = tiles.W
-    WIDTH: gl.constexpr = blocks.WIDTH
-    PIXELS: gl.constexpr = blocks.PIXELS
-    DGRAD: gl.constexpr = blocks.DGRAD
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
-    PIECE: gl.constexpr = max(64, WIDTH)
-    PIECES: gl.constexpr = PIXELS // PIECE
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
-    zeros = gl.zeros([64, PIECE], gl.float32, PART)
-    BY_IMAGE: gl.constexpr = by_image(zeros, IMAGES, W).type.layout
-    SUMS: gl.constexpr = gl.SliceLayout(2, BY_IMAGE)
-    # Before the products, where nothing waits for them, if there are registers to keep them in.
-    EARLY: gl.constexpr = PIXELS * IMAGES <= 256 or not DGRAD
-    HAS_NORM: gl.constexpr = beside.desc1 is not None
-    PARITIES: gl.constexpr = 1 if DGRAD else 4
-    tiles_h = tiles.tiles_h
-    pairs = K1 // 64 * 8 if DGRAD else K1 // 64 * 2 + K2 // 64 * 3
-    singles = K2 // 64 * 3 if HAS_OTHERS else 0
-    block = GROUP * (pairs + singles)
-    phase = 0
-    stage_buf = stages.index(GROUP)
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    pieces = reinterpret(stage_buf, stage_buf.dtype, [PIECES, PIECE, 64], MATRIX)
-    if not DGRAD:
-        OUT: gl.constexpr = [ROWS, 1, IMAGES, W, 64]
-        out = reinterpret(stage_buf, stage_buf.dtype, OUT, y_desc.layout)
-    programs = gl.num_programs(0)
-    if OVERLAP:
-        await_inputs_alone()
-    for i in range(gl.program_id(0) + GROUP * programs, tiles.count, 2 * programs):
-        c0 = tiles.channel(i)
-        tile = i // tiles.blocks_c
-        parity = tile % PARITIES
-        place = tile // PARITIES
-        n0 = place // tiles_h * IMAGES
-        h0 = place % tiles_h * ROWS
-        tma.store_wait(0)  # of the last tile, from where this writes to
-        if HAS_NORM:
-            beside.load(stage_buf, GROUP, n0, h0, 0, c0, PIXELS)
-        if EARLY:
-            loaded = terms.load(n0, c0, IMAGES, SUMS)
+@aggregate
+class _Products:
+    """Blocks of two taps each, and blocks of one."""
 
-        acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
-        turns.wait(GROUP, phase)
+    K1: gl.tensor
+    K2: gl.tensor
+    HAS_OTHERS: gl.constexpr
+    DGRAD: gl.constexpr
+
+    @gluon.jit
+    def count(self):
+        pairs = self.K1 // 64 * 8 if self.DGRAD else self.K1 // 64 * 2 + self.K2 // 64 * 3
+        return pairs, self.K2 // 64 * 3 if self.HAS_OTHERS else 0, 0
+
+    @gluon.jit
+    def multiply(self, blocks, acc, block, step):
+        pairs, singles, _ = self.count()
         acc, block, _ = blocks.multiply(acc, block, 0, pairs, 2)
-        if HAS_OTHERS:
+        if self.HAS_OTHERS:
             acc, block, _ = blocks.multiply(acc, block, 0, singles, 1, True)
-        acc = blocks.finish(acc, block, 0, turns, GROUP)
-        block += pairs + singles  # those of the other warpgroup
-
-        accs = in_pieces(acc, PIXELS, PIECE)
-        if not EARLY:
-            loaded = terms.load(n0, c0, IMAGES, SUMS)
-        offs, image, valid = places_of(n0, c0, terms.N, terms.C, IMAGES, SUMS)
-        total = gl.zeros([64, IMAGES], gl.float32, SUMS)
-        second = gl.zeros([64, IMAGES], gl.float32, SUMS)
-        rounded = ()
-        vectors = terms.over_pixels(loaded)
-        if HAS_NORM:
-            beside.wait(GROUP, phase)
-        for j in gl.static_range(PIECES):
-            y = by_image(accs[j], IMAGES, W)
-            buf = pieces.index(j).permute((1, 0))
-            read = None
-            if HAS_NORM:
-                read = by_image(widen_pairs(buf.load(PART)), IMAGES, W)
-            y, total, second = terms.apply(y, read, vectors, total, second)
-            y = round_pairs(y, y_desc.dtype)
-            if not DGRAD:
-                total += gl.sum(widen_pairs(y), axis=2)
-                rounded = rounded + (y,)
-            store_piece(buf, y, PART, W)
-        fence_async_shared()
-        if DGRAD:
-            tma_store(y_desc, [h0, n0, 0, c0], stage_buf)
-        else:
-            at = [h0, parity // 2, n0, 0, parity % 2 * terms.C + c0]
-            tma_store(y_desc, at, out)
-            second = squares_about_mean(rounded, total, second, PIECES)
-        if partial_ptr is not None:
-            row = image * tiles_h * PARITIES + place % tiles_h * PARITIES + parity
-            store_sums(partial_ptr, row, terms.C, offs, valid, total, second)
-        phase ^= 1
-    if OVERLAP:
-        begin_next()
-    tma.store_wait(0)
+        return acc, block, 0
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -309,7 +225,7 @@ def conv_parity_kernel(
     count = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
     if not DGRAD:
         count *= 4
-    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, 1)
+    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, 1, 1 if DGRAD else 4)
     blocks = Blocks(x, w_bufs, None, 2, CHUNKS, ROWS * IMAGES * W, IMAGES * W, DGRAD)
     images = _Images(
         up_desc, up_row_desc, up_w_desc, x_desc, x_row_desc, x_w_desc, K1, K2, base, width
@@ -317,10 +233,13 @@ def conv_parity_kernel(
     CV = stride_table if DGRAD else C  # channels that the vectors have
     terms = Terms(vectors_ptr, None, emb_ptr, stride_emb, N, C, CV, DGRAD, ACT, False)
     beside = Beside(beside_desc, None, beside_full, None)
+    results = Results(y_desc, partial_ptr, None, None, True)
+    products = _Products(K1, K2, x_desc is not None, DGRAD)
+    no_norm = ThenNorm(None, None, None, None, None, None, None, 1, 1, None)
     launch_roles(
-        _multiply, (
-            blocks, tiles, turns, stages, terms, beside, y_desc, partial_ptr, K1, K2,
-            x_desc is not None, OVERLAP,
+        multiply_tiles, (
+            blocks, tiles, turns, stages, terms, beside, Dropout(None, None), results, no_norm,
+            products, OVERLAP,
         ),
         _load, (images, blocks, tiles, OVERLAP),
         2, (REGISTERS, 24),

@@ -1,0 +1,288 @@
+"""The warpgroups of `tile_mma_kernels` and `upsampled_kernels` that multiply: a tile each in turn,
+and its epilogue while the other one multiplies.
+
+A kernel says what is multiplied, by an aggregate `products`:
+
+    count()                               of a tile: blocks of pixels, of either of two kinds, and
+                                          filters that come alone
+    multiply(blocks, acc, block, step)    their products, begun (`tile_mma_loop.Blocks`)
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+)
+
+from ...activations import activate_affine
+from ...hopper.compat import aggregate, reinterpret, sync_threads, tma_store
+from ...hopper.pairs import round_pairs, widen_pairs
+from ...runtime.dependent_launch import await_inputs_alone, begin_next
+from .epilogue_avg_pool import means_of_piece, store_means
+from .epilogue_grid_sync import leave_sums, norm_of_image
+from .epilogue_norm import norm_of_tile
+from .tile_epilogue import (
+    Beside,
+    by_image,
+    in_pieces,
+    places_of,
+    squares_about_mean,
+    store_piece,
+    store_sums,
+)
+
+
+@aggregate
+class Dropout:
+    """What it has kept of dz, as in `conv_tile_mma_kernel`."""
+
+    kept_ptr: gl.tensor
+    factor: gl.tensor
+
+
+@aggregate
+class Results:
+    """What is written, as in `conv_tile_mma_kernel`; y_desc is [H, 2, N, W, 2 C] where a tile is
+    pixels of one parity."""
+
+    y_desc: gl.tensor
+    partial_ptr: gl.tensor
+    means_ptr: gl.tensor
+    mean_sums_ptr: gl.tensor
+    KEEP: gl.constexpr
+
+    @gluon.jit
+    def as_stored(self, buf, tiles):
+        """The shared memory of a tile in the shape of y_desc's boxes."""
+        if tiles.PARITIES == 1:
+            return buf
+        else:
+            BOX: gl.constexpr = [tiles.ROWS, 1, tiles.IMAGES, tiles.W, 64]
+            return reinterpret(buf, buf.dtype, BOX, self.y_desc.layout)
+
+    @gluon.jit
+    def store(self, buf, tiles, n0, h0, w0, c0, parity, C):
+        if tiles.PARITIES == 1:
+            tma_store(self.y_desc, [h0, n0, w0, c0], buf)
+        else:
+            tma_store(self.y_desc, [h0, parity // 2, n0, 0, parity % 2 * C + c0], buf)
+
+
+@aggregate
+class ThenNorm:
+    """act(norm(y beside x2)), as in `conv_tile_mma_kernel`."""
+
+    a_desc: gl.tensor
+    x2_desc: gl.tensor
+    weight_ptr: gl.tensor
+    bias_ptr: gl.tensor
+    slots_ptr: gl.tensor
+    eps: gl.tensor
+    CX2: gl.tensor
+    CG: gl.constexpr
+    TILES: gl.constexpr
+    ACT: gl.constexpr
+
+
+@gluon.jit
+def multiply_tiles(
+    GROUP: gl.constexpr, blocks, tiles, turns, stages, terms, beside, dropout, results, norm,
+    products, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    """Every other tile, beginning with that of GROUP: its products, which are those of a kernel,
+    and its epilogue."""
+    ROWS: gl.constexpr = tiles.ROWS
+    IMAGES: gl.constexpr = tiles.IMAGES
+    W: gl.constexpr = tiles.W
+    WIDTH: gl.constexpr = blocks.WIDTH
+    PIXELS: gl.constexpr = blocks.PIXELS
+    DGRAD: gl.constexpr = blocks.DGRAD
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
+    PIECE: gl.constexpr = max(64, WIDTH)
+    PIECES: gl.constexpr = PIXELS // PIECE
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
+    zeros = gl.zeros([64, PIECE], gl.float32, PART)
+    BY_IMAGE: gl.constexpr = by_image(zeros, IMAGES, W).type.layout
+    SUMS: gl.constexpr = gl.SliceLayout(2, BY_IMAGE)
+    # Before the products, where nothing waits for them, if there are registers to keep them in.
+    EARLY: gl.constexpr = PIXELS * IMAGES <= 256 or not DGRAD
+    HAS_BESIDE: gl.constexpr = beside.desc1 is not None
+    N, C = terms.N, terms.C
+    tiles_h = tiles.tiles_h
+    tile_blocks, more_blocks, tile_steps = products.count()
+    block = GROUP * (tile_blocks + more_blocks)
+    step = GROUP * tile_steps
+    phase = 0
+    stage_buf = stages.index(GROUP)
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    pieces = reinterpret(stage_buf, stage_buf.dtype, [PIECES, PIECE, 64], MATRIX)
+    out = results.as_stored(stage_buf, tiles)
+    programs = gl.num_programs(0)
+    if OVERLAP:
+        await_inputs_alone()
+    for i in range(gl.program_id(0) + GROUP * programs, tiles.count, 2 * programs):
+        c0 = tiles.channel(i)
+        n0, h0, w0, of_image, parity = tiles.place(i)
+        tma.store_wait(0)  # of the last tile, from where this writes to
+        if HAS_BESIDE:
+            beside.load(stage_buf, GROUP, n0, h0, w0, c0, PIXELS)
+        if EARLY:
+            loaded = terms.load(n0, c0, IMAGES, SUMS)
+        if norm.a_desc is not None:
+            channels = places_of(n0, c0, N, C, IMAGES, SUMS)[0]
+            norm_weight = gl.load(norm.weight_ptr + channels)
+            norm_bias = gl.load(norm.bias_ptr + channels)
+
+        acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
+        turns.wait(GROUP, phase)
+        acc, block, step = products.multiply(blocks, acc, block, step)
+        acc = blocks.finish(acc, block, step, turns, GROUP)
+        block += tile_blocks + more_blocks  # those of the other warpgroup
+        step += tile_steps
+
+        accs = in_pieces(acc, PIXELS, PIECE)
+        if not EARLY:
+            loaded = terms.load(n0, c0, IMAGES, SUMS)
+        offs, image, valid = places_of(n0, c0, N, C, IMAGES, SUMS)
+        total = gl.zeros([64, IMAGES], gl.float32, SUMS)
+        second = gl.zeros([64, IMAGES], gl.float32, SUMS)
+        rounded = ()
+        vectors = terms.over_pixels(loaded)
+        if HAS_BESIDE:
+            beside.wait(GROUP, phase)
+        for j in gl.static_range(PIECES):
+            y = by_image(accs[j], IMAGES, W)
+            buf = pieces.index(j).permute((1, 0))
+            read = None
+            if HAS_BESIDE:
+                read = by_image(widen_pairs(buf.load(PART)), IMAGES, W)
+            if dropout.kept_ptr is not None:
+                pixel = _pixels_of_piece(
+                    j * PIECE, n0, h0, w0, tiles_h * ROWS, PART, PIECE, IMAGES, W, tiles.COLUMNS
+                )
+                keep = _kept(
+                    dropout.kept_ptr, pixel, N * tiles_h * ROWS * W * tiles.COLUMNS, c0, C, PART
+                )
+                y *= by_image(gl.where(keep, dropout.factor, 0.0), IMAGES, W)
+            y, total, second = terms.apply(y, read, vectors, total, second)
+            y = round_pairs(y, results.y_desc.dtype)
+            if (results.partial_ptr is not None or norm.a_desc is not None) and not DGRAD:
+                total += gl.sum(widen_pairs(y), axis=2)
+                rounded = rounded + (y,)
+            if results.KEEP:
+                store_piece(buf, y, PART, W)
+        if norm.slots_ptr is not None:
+            second = squares_about_mean(rounded, total, second, PIECES)
+            leave_sums(norm.slots_ptr, n0, of_image, offs, C, total, second, norm.TILES)
+        if results.KEEP:
+            fence_async_shared()
+            results.store(out, tiles, n0, h0, w0, c0, parity, C)
+        if norm.a_desc is not None:
+            if norm.slots_ptr is None:
+                mean, scale, shift = norm_of_tile(
+                    rounded, total, norm_weight, norm_bias, norm.eps, PIECES, norm.CG, ROWS * W
+                )
+            else:
+                mean, scale, shift = norm_of_image(
+                    norm.slots_ptr, n0, c0, C, norm_weight, norm_bias, norm.eps, norm.TILES,
+                    norm.CG, PIXELS,
+                )  # fmt: skip
+            tma.store_wait(0)  # of y, where a goes
+            sync_threads()
+            _store_normed(
+                norm, stage_buf, pieces, rounded, mean, scale, shift, h0, n0, c0, PART, W, PIECES
+            )
+        if results.partial_ptr is not None:
+            if not DGRAD and norm.slots_ptr is None:
+                second = squares_about_mean(rounded, total, second, PIECES)
+            row = tiles.row(image, of_image, parity)
+            store_sums(results.partial_ptr, row, C, offs, valid, total, second)
+        if results.means_ptr is not None:
+            means = ()
+            for j in gl.static_range(PIECES):
+                means = means + (means_of_piece(rounded[j], W),)
+            store_means(
+                means, results.means_ptr, results.mean_sums_ptr, i // tiles.blocks_c, c0, C, PIECES
+            )
+        phase ^= 1
+    if norm.x2_desc is not None:
+        phase = phase if HAS_BESIDE else 0
+        blocks_c = norm.CX2 // 64
+        count = gl.cdiv(N, IMAGES) * blocks_c
+        # Programs with few tiles of y, and the warpgroup with fewer, come first.
+        last = programs - 1 - gl.program_id(0)
+        for i in range(last + (1 - GROUP) * programs, count, 2 * programs):
+            _normalize_second(
+                norm, stage_buf, pieces, beside.full, phase, i // blocks_c * IMAGES,
+                i % blocks_c * 64, N, C, tiles, GROUP, PART, PIECES, SUMS,
+            )  # fmt: skip
+            phase ^= 1
+    if OVERLAP:
+        begin_next()
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _pixels_of_piece(
+    first, n0, h0, w0, H, PART: gl.constexpr, PIECE: gl.constexpr, IMAGES: gl.constexpr,
+    W: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Where in [N H W] the pixels of a tile are, from its `first` on."""
+    p = first + gl.arange(0, PIECE, layout=gl.SliceLayout(0, PART))
+    image = n0 + p // W % IMAGES
+    return (image * H + h0 + p // (W * IMAGES)) * (W * COLUMNS) + w0 + p % W
+
+
+@gluon.jit
+def _kept(kept_ptr, pixel, pixels, c0, C, PART: gl.constexpr):
+    """Which of 64 channels of these pixels dropout has kept: bool [64, pixels]."""
+    to = kept_ptr + pixel.to(gl.int64) * (C // 64) + c0 // 64
+    words = gl.load(to, mask=pixel < pixels, other=0)
+    channel = gl.arange(0, 64, layout=gl.SliceLayout(1, PART)).to(gl.int64)
+    return ((words[None, :] >> channel[:, None]) & 1) != 0
+
+
+@gluon.jit
+def _normalize_second(
+    norm, stage_buf, pieces, bars, phase, n0, c0, N, C, tiles,
+    GROUP: gl.constexpr, PART: gl.constexpr, PIECES: gl.constexpr, SUMS: gl.constexpr,
+):  # fmt: skip
+    """A tile of act(norm(x2)), which lies in a behind the channels of y."""
+    ROWS: gl.constexpr = tiles.ROWS
+    IMAGES: gl.constexpr = tiles.IMAGES
+    W: gl.constexpr = tiles.W
+    tma.store_wait(0)  # of the last tile, from where this writes to
+    Beside(norm.x2_desc, None, bars, None).load(stage_buf, GROUP, n0, 0, 0, c0, ROWS * IMAGES * W)
+    channels = C + places_of(n0, c0, N, norm.CX2, IMAGES, SUMS)[0]
+    norm_weight = gl.load(norm.weight_ptr + channels)
+    norm_bias = gl.load(norm.bias_ptr + channels)
+    mbarrier.wait(bars.index(GROUP), phase)
+    total = gl.zeros([64, IMAGES], gl.float32, SUMS)
+    rounded = ()
+    for i in gl.static_range(PIECES):
+        x = by_image(pieces.index(i).permute((1, 0)).load(PART), IMAGES, W)
+        total += gl.sum(widen_pairs(x), axis=2)
+        rounded = rounded + (x,)
+    mean, scale, shift = norm_of_tile(
+        rounded, total, norm_weight, norm_bias, norm.eps, PIECES, norm.CG, ROWS * W
+    )
+    sync_threads()
+    _store_normed(
+        norm, stage_buf, pieces, rounded, mean, scale, shift, 0, n0, C + c0, PART, W, PIECES
+    )
+
+
+@gluon.jit
+def _store_normed(
+    norm, stage_buf, pieces, rounded, mean, scale, shift, h0, n0, c0,
+    PART: gl.constexpr, W: gl.constexpr, PIECES: gl.constexpr,
+):  # fmt: skip
+    """act((y - mean) scale + shift) of a tile, by way of its shared memory."""
+    for i in gl.static_range(PIECES):
+        d = widen_pairs(rounded[i]) - mean[:, :, None]
+        a = activate_affine(d, scale[:, :, None], shift[:, :, None], norm.ACT)
+        store_piece(pieces.index(i).permute((1, 0)), round_pairs(a, norm.a_desc.dtype), PART, W)
+    fence_async_shared()
+    tma_store(norm.a_desc, [h0, n0, 0, c0], stage_buf)
