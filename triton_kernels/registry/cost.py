@@ -119,6 +119,19 @@ class _Passes(NamedTuple):
     bytes: float  # that memory moves in one
 
 
+class _Products(NamedTuple):
+    """What products take, by a rule of thumb."""
+
+    overhead: float  # microseconds
+    rate: float  # multiply-adds of a multiprocessor in one, times two
+
+
+def of_products(name: str, flops: float, gpu: Device) -> float:
+    """Microseconds of so many products by the kernel of this name, a rule of thumb."""
+    known = fitted_to(name, _Products)
+    return known.overhead + flops / (known.rate * gpu.num_sms)
+
+
 CACHE = 2**25  # bytes of a tensor that the L2 cache still has when it is read again
 
 

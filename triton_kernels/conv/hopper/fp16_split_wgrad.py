@@ -16,6 +16,7 @@ import triton
 
 from ...hopper.descriptors import SUPPORTED
 from ...reductions.column_sum import num_splits
+from ...registry.cost import of_products
 from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import following
@@ -71,7 +72,7 @@ def _splits(spec: ConvSpec, gpu: Device, tile: Fp16SplitWgrad) -> int:
 
 def _cost(spec: ConvSpec, gpu: Device, tile: Fp16SplitWgrad) -> float:
     """A rule of thumb: splitting numbers pays from 2^27 multiplications on an H100 on."""
-    return 13.6 + spec.flops / (1.2e6 * gpu.num_sms)
+    return of_products("fp16_split_wgrad", spec.flops, gpu)
 
 
 def launch_half(tile: Fp16SplitWgrad, splits: int, operands: WgradOperands) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...hopper.descriptors import MISSING, SUPPORTED, in_boxes
 from ...reductions.column_sum import num_splits
+from ...registry.cost import of_products
 from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -108,8 +109,8 @@ def _cost(spec: ConvSpec, gpu: Device, tile: MmaWgrad) -> float:
     """A rule of thumb for the first tile: it pays from 2^27 multiplications on an H100 on, and for
     1x1 filters over many pixels always."""
     *_, pixels = spec.pixels
-    overhead = 1.9 if spec.pointwise and pixels > _MANY_PIXELS else 12
-    return overhead + spec.flops / (0.6e6 * gpu.num_sms) if tile == TILES[0] else math.inf
+    rule = "mma_wgrad points" if spec.pointwise and pixels > _MANY_PIXELS else "mma_wgrad"
+    return of_products(rule, spec.flops, gpu) if tile == TILES[0] else math.inf
 
 
 def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:

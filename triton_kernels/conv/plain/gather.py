@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reductions.column_sum import num_splits
+from ...registry.cost import of_products
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -45,8 +46,6 @@ FWD_CONFIGS = [
     Config(16, 16, 64, 4, 3),
     Config(64, 64, 32, 4, 1),  # a stem's products are one step: a second stage is for nothing
 ]
-_RATE = 0.15e6  # operations a microsecond and multiprocessor
-_LAST = 50.0  # microseconds: in 16 bits and in TF32 other kernels come first, if they can do it
 _ONE_STEP = FWD_CONFIGS[-1]
 _OF_FMAS, _OF_FEW_FMAS = FWD_CONFIGS[0], FWD_CONFIGS[-2]  # of wide layers in float32
 WGRAD_CONFIGS = [
@@ -276,7 +275,8 @@ def _cost(spec: ConvSpec, gpu: Device, c: Config, grad: bool) -> float:
     co, ci = spec.of_filters
     rows, columns = spec.size
     flops = 2 * spec.n * rows * columns * co * ci * spec.taps
-    return (2 if spec.dtype == "fp32" else _LAST) + flops / (_RATE * gpu.num_sms)
+    # in 16 bits and in TF32 other kernels come first, if they can do it
+    return of_products("gather fp32" if spec.dtype == "fp32" else "gather", flops, gpu)
 
 
 _FORWARD, _GRAD = {"grad": False}, {"grad": True}
@@ -482,7 +482,7 @@ def _cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
         return math.inf
     co, ci, pixels = _of_wgrad(spec)
     flops = 2 * pixels * co * ci * spec.taps
-    return (2 if spec.itemsize == 4 else _LAST) + flops / (_RATE * gpu.num_sms)
+    return of_products("gather fp32" if spec.itemsize == 4 else "gather", flops, gpu)
 
 
 WEIGHT_GRAD = split_kernel(

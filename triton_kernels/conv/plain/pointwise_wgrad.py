@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
+from ...registry.cost import of_products
 from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
@@ -148,12 +149,12 @@ def _cost(spec: ConvSpec, gpu: Device, tile: PointwiseWgrad) -> float:
     few, some, many = TILES
     if pixels <= _SOME:
         best = few if pixels <= _FEW or spec.precision == "ieee" else some
-        overhead, rate = 1.5, 1e6
+        rule = "pointwise_wgrad few"
     elif spec.precision == "ieee":
         return math.inf
     else:
-        best, overhead, rate = many, 1.95, 0.25e6
-    return overhead + spec.flops / (rate * gpu.num_sms) if tile == best else math.inf
+        best, rule = many, "pointwise_wgrad"
+    return of_products(rule, spec.flops, gpu) if tile == best else math.inf
 
 
 WEIGHT_GRAD = split_kernel(

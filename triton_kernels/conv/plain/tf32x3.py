@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...registry.cost import of_products
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
@@ -76,7 +77,6 @@ FWD_CONFIGS = [
 ]
 LINEAR_CONFIGS = [LinearConfig(16, 16, 4)]
 _MANY_PIXELS = 1024  # of a 1x1 convolution, whose copies would take longer than its products
-_OVERHEAD = 12.0  # microseconds of the copies and of launches
 _MOST_MEMORY = 2**32  # bytes of the copies
 
 
@@ -258,11 +258,11 @@ def _cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
     n, p, q = spec.n, *spec.size
     safe, small = FWD_CONFIGS[:2]
     if spec.taps == 1 and n * p * q >= _MANY_PIXELS:
-        best, overhead = _INSIDE, 1.0
+        best, rule = _INSIDE, "tf32x3 points"
     else:
         programs = count_boxes(pixel_box(safe.block_m, n, p, q), n, p, q) * triton.cdiv(spec.c, 64)
-        best, overhead = (safe if programs >= 2 * gpu.num_sms else small), _OVERHEAD
-    return overhead + _flops(spec) / (0.6e6 * gpu.num_sms) if c == best else math.inf
+        best, rule = (safe if programs >= 2 * gpu.num_sms else small), "tf32x3"
+    return of_products(rule, _flops(spec), gpu) if c == best else math.inf
 
 
 def _flops(spec: ConvSpec) -> int:
