@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.sweep_configs import OPS
+from benchmarks.sweep_configs import OF_ATTENTION, OPS
 from triton_kernels.registry import cost
 from triton_kernels.registry.chips import CHIPS
-from triton_kernels.registry.spec import ConvSpec
+from triton_kernels.registry.spec import AttentionSpec, ConvSpec, Spec
 from triton_kernels.runtime.device import Device
 
 _FEWEST = 6  # times, of several layers, that a kernel's parameters are fitted to
@@ -41,7 +41,7 @@ class Time(NamedTuple):
     us: float
 
 
-Layers = dict[tuple[str, ConvSpec, Device], list[Time]]
+Layers = dict[tuple[str, Spec, Device], list[Time]]
 
 
 def read(paths: Sequence[str], former: Device) -> Layers:
@@ -56,7 +56,7 @@ def read(paths: Sequence[str], former: Device) -> Layers:
             kernel = op.kernel(row["kernel"])
             if kernel is None or kernel.work is None:
                 continue
-            spec = _spec(row["spec"])
+            spec = _spec(AttentionSpec if op in OF_ATTENTION.values() else ConvSpec, row["spec"])
             gpu = Device(**row["gpu"]) if "gpu" in row else former
             config = kernel.config(**row["config"])
             key = cost.name(kernel.name, kernel.fitted_by, config)
@@ -69,9 +69,9 @@ def read(paths: Sequence[str], former: Device) -> Layers:
     return {key: times for key, times in layers.items() if len(times) >= _FEWEST_CHOICES}
 
 
-def _spec(fields: dict[str, Any]) -> ConvSpec:
-    known = {k: v for k, v in fields.items() if k in ConvSpec.__dataclass_fields__}
-    return ConvSpec(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
+def _spec(kind: type[Spec], fields: dict[str, Any]) -> Spec:
+    known = {k: v for k, v in fields.items() if k in kind.__dataclass_fields__}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
 
 
 def fit(layers: Layers) -> dict[str, tuple[float, ...]]:
@@ -138,7 +138,10 @@ def leave_out(layers: Layers) -> list[tuple[float, str]]:
         taken, predicted = choice
         best = min(times, key=lambda time: time.us)
         op, s, gpu = key
-        shape = f"{s.n}x{s.h}x{s.w} {s.k}->{s.c} {s.r}x{s.s} sm_{gpu.arch}"
+        if isinstance(s, AttentionSpec):
+            shape = f"{s.n}x{s.t} of {s.d} sm_{gpu.arch}"
+        else:
+            shape = f"{s.n}x{s.h}x{s.w} {s.k}->{s.c} {s.r}x{s.s} sm_{gpu.arch}"
         config = " ".join(f"{k}={v}" for k, v in taken.config.items())
         line = f"| {op} {shape} | {best.us:.1f} | {best.kernel} | {taken.us:.1f} "
         line += f"| {taken.kernel} {config} | {predicted:.1f} |"

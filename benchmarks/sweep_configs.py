@@ -1,4 +1,5 @@
-"""Times of every configuration of the fused convolutions, over layers of models that people train.
+"""Times of every configuration of the fused convolutions and of attention, over layers of models
+that people train.
 
     python -m benchmarks.sweep_configs [key=value ...]
 
@@ -7,7 +8,7 @@
     compiling=100       seconds that they have
     timing=60           seconds after that
     shapes=0            so many of the layers and batches; 0: all
-    passes=forward,input_grad,weight_grad,skip_dx,split,few
+    passes=forward,input_grad,weight_grad,skip_dx,split,few,attention,attention_grad
     layers=mixed,wide,pointwise,odd,narrow   of the first three passes: which of `LAYERS`
 
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
@@ -30,6 +31,18 @@ from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.cold import Cold
+from triton_kernels.attention import attention_fwd
+from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD
+from triton_kernels.attention.launch import attention_bwd
+from triton_kernels.attention.tiles import (
+    BWD_CONFIGS,
+    FWD_CONFIGS,
+    BwdConfig,
+    Tile,
+    fits,
+    fwd_config,
+    sums,
+)
 from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.fused import (
     FORWARD,
@@ -44,7 +57,7 @@ from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.search import agree, time_call
-from triton_kernels.registry.spec import ConvSpec
+from triton_kernels.registry.spec import AttentionSpec, ConvSpec
 from triton_kernels.runtime.device import Device, describe
 
 DEFAULTS = {
@@ -59,7 +72,8 @@ DEFAULTS = {
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 OF_FEW = {"split": CONV_SPLIT, "few": CONV_FEW}
-OPS |= {"skip_dx": SKIP_DX} | OF_FEW
+OF_ATTENTION = {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
+OPS |= {"skip_dx": SKIP_DX} | OF_FEW | OF_ATTENTION
 
 # (rows and columns, channels of x and of y, side of the filter, batches)
 LAYERS = {
@@ -192,7 +206,59 @@ LAYERS_OF_FEW = (
 )
 
 
-def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, ConvSpec]]:
+# (heads of all samples, positions, channels of a head)
+LAYERS_OF_ATTENTION = (
+    (768, 256, 32),  # unet64
+    (192, 256, 32),
+    (1024, 64, 32),
+    (256, 64, 32),
+    (6, 256, 32),
+    (256, 256, 64),  # ADM of ImageNet 64, latents
+    (256, 64, 64),
+    (192, 1024, 64),
+    (24, 1024, 64),
+    (64, 256, 128),
+    (96, 1024, 128),
+    (64, 1024, 32),
+    (16, 4096, 32),
+    (16, 4096, 64),
+    (8, 4096, 128),
+)
+
+
+# Tiles of attention that no chip lists yet: those that are fastest somewhere are to be tested, and
+# listed in `attention.tiles`. More sums a thread spill registers by the hundred bytes
+UNLISTED = {
+    "attention": (
+        Tile(128, 64, 4, 2),
+        Tile(128, 32, 4, 2),
+        Tile(128, 32, 4, 3),
+        Tile(64, 32, 4, 3),
+        Tile(128, 64, 8, 2),
+        Tile(64, 64, 2, 2),
+        Tile(64, 32, 2, 3),
+        Tile(32, 64, 2, 2),
+    ),
+    "attention_bwd": (
+        BwdConfig(False, 64, 32, 4, 3),
+        BwdConfig(False, 64, 64, 4, 3),
+        BwdConfig(False, 128, 32, 4, 2),
+        BwdConfig(False, 128, 32, 8, 2),
+        BwdConfig(False, 64, 32, 2, 2),
+        BwdConfig(False, 64, 64, 2, 2),
+        BwdConfig(False, 64, 64, 8, 2),
+        BwdConfig(True, 64, 32, 2, 2),
+        BwdConfig(True, 64, 64, 2, 1),
+        BwdConfig(True, 128, 32, 8, 2),
+        BwdConfig(True, 128, 32, 4, 2),
+    ),
+}
+MOST_SUMS = 192
+
+
+def specs(
+    passes: Sequence[str], layers: Sequence[str]
+) -> list[tuple[str, ConvSpec | AttentionSpec]]:
     """What is timed, in an order that is random and always the same."""
     found = []
     for side, ci, co, r, batches in (layer for name in layers for layer in LAYERS[name]):
@@ -215,14 +281,22 @@ def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, ConvS
                 stats = name == "few"
                 spec = ConvSpec(k=ci, c=co, stats=stats, filters=(co, ci), **given)
                 found += [(name, spec)] if name in passes else []
+    for name in OF_ATTENTION:
+        grad = name == "attention_grad"
+        for n, t, d in LAYERS_OF_ATTENTION if name in passes else ():
+            found.append((name, AttentionSpec(n, "bf16", t, d, grad=grad)))
     random.Random(0).shuffle(found)
     return found
 
 
-def candidates(op: Op, spec: ConvSpec, gpu: Device) -> list[tuple[str, tuple]]:
+def candidates(op: Op, spec: ConvSpec | AttentionSpec, gpu: Device) -> list[tuple[str, tuple]]:
     """Every configuration; of weight gradients each tile in its best number of parts, and some in
     others."""
     found = [(kernel.name, config) for kernel, config in listed(op, spec, gpu)]
+    if op in OF_ATTENTION.values():
+        tiles = UNLISTED[op.name] + (BWD_CONFIGS if spec.grad else FWD_CONFIGS)
+        room = [c for c in tiles if fits(c, spec, gpu) and sums(c, spec) <= MOST_SUMS]
+        return list(dict.fromkeys(found + [("tiles", c) for c in room]))
     if op is not WEIGHT_GRAD:
         return found
     best = [(kernel, c) for kernel, c in found if c == op.kernel(kernel).planned(spec, gpu, c.tile)]
@@ -230,8 +304,12 @@ def candidates(op: Op, spec: ConvSpec, gpu: Device) -> list[tuple[str, tuple]]:
     return best + random.Random(spec.n * spec.k).sample(others, min(6, len(others)))
 
 
-def runner(op: Op, spec: ConvSpec, device: torch.device) -> Callable[[tuple], Tensor]:
+def runner(
+    op: Op, spec: ConvSpec | AttentionSpec, device: torch.device
+) -> Callable[[tuple], Tensor]:
     """What computes it with a configuration, on random numbers."""
+    if op in OF_ATTENTION.values():
+        return _attention_runner(spec, device)
     if op in OF_FEW.values():
         return Cold(op, spec, device)
 
@@ -272,6 +350,16 @@ def _skip_runner(
     return lambda c: skip_dx(dy, weight, dz, x1, x2, coeff, config=c, **given)[0]
 
 
+def _attention_runner(spec: AttentionSpec, device: torch.device) -> Callable[[tuple], Tensor]:
+    """Each head is a sample's only one."""
+    qkv, do = (torch.randn(spec.n, spec.t, k * spec.d, device=device).bfloat16() for k in (3, 1))
+    options = 1, "qkv_heads", False
+    if not spec.grad:
+        return lambda c: attention_fwd(qkv, *options, c)[0]
+    o, lse = attention_fwd(qkv, *options, fwd_config(spec))
+    return lambda c: attention_bwd(do, qkv, o, lse, *options, c)
+
+
 def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
     for name in settings["passes"]:
@@ -290,7 +378,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _compile(jobs: list[tuple[str, ConvSpec]], device: torch.device, settings: dict) -> None:
+def _compile(
+    jobs: list[tuple[str, ConvSpec | AttentionSpec]], device: torch.device, settings: dict
+) -> None:
     """A process's share: what is compiled alike falls to the same process."""
     end = time.monotonic() + settings["compiling"]
     gpu, part, parts = describe(device), settings["part"], settings["processes"]
@@ -298,8 +388,7 @@ def _compile(jobs: list[tuple[str, ConvSpec]], device: torch.device, settings: d
         mine = [
             config
             for kernel, config in candidates(OPS[name], spec, gpu)
-            if crc32(f"{name} {kernel} {_compiled(config)} {spec.h} {spec.r}".encode()) % parts
-            == part
+            if crc32(f"{name} {kernel} {_compiled(config)} {_sizes(spec)}".encode()) % parts == part
         ]
         run = runner(OPS[name], spec, device) if mine else None
         for config in mine:
@@ -313,12 +402,19 @@ def _compile(jobs: list[tuple[str, ConvSpec]], device: torch.device, settings: d
         harness.release_memory()
 
 
+def _sizes(spec: ConvSpec | AttentionSpec) -> tuple[int, int]:
+    """Of a layer, that kernels are compiled for."""
+    return (spec.t, spec.d) if isinstance(spec, AttentionSpec) else (spec.h, spec.r)
+
+
 def _compiled(config: tuple) -> tuple:
     """What a kernel is compiled for: the number of parts of a sum is no part of it."""
     return getattr(config, "tile", config)
 
 
-def _time_all(jobs: list[tuple[str, ConvSpec]], device: torch.device, settings: dict) -> None:
+def _time_all(
+    jobs: list[tuple[str, ConvSpec | AttentionSpec]], device: torch.device, settings: dict
+) -> None:
     start, gpu, lines = time.monotonic(), describe(device), 0
     with Path(settings["out"]).open("w") as out:
         for done, (name, spec) in enumerate(jobs):

@@ -9,14 +9,16 @@ from triton_kernels import reference
 from triton_kernels.attention import attention, attention_bwd_rows, attention_fwd
 from triton_kernels.attention import hopper as head
 from triton_kernels.attention.configs import (
-    BWD_CONFIGS,
     BWD_HEAD_CONFIGS,
-    FWD_CONFIGS,
     FWD_HEAD_CONFIGS,
+)
+from triton_kernels.attention.launch import attention_bwd
+from triton_kernels.attention.tiles import (
+    BWD_CONFIGS,
+    FWD_CONFIGS,
     bwd_config,
     fwd_config,
 )
-from triton_kernels.attention.launch import attention_bwd
 from triton_kernels.registry.spec import AttentionSpec, dtype_name
 from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import describe

@@ -8,8 +8,10 @@ import torch
 from triton_kernels import reference
 from triton_kernels.attention import cross_attention, cross_attention_bwd, cross_attention_fwd
 from triton_kernels.attention.configs import (
-    BWD_CONFIGS,
     CROSS_ATTENTION,
+)
+from triton_kernels.attention.tiles import (
+    BWD_CONFIGS,
     FWD_CONFIGS,
     bwd_config,
     fwd_config,

@@ -10,15 +10,17 @@ from triton_kernels import reference
 from triton_kernels.attention import attention_bwd_rows, attention_fwd, relayed
 from triton_kernels.attention.configs import (
     ATTENTION_GRAD,
-    FWD_CONFIGS,
     RELAYED,
     RELAYED_CONFIGS,
-    BwdConfig,
     HeadGrad,
     RelayedTile,
     relayed_tiles,
 )
 from triton_kernels.attention.launch import attention_bwd
+from triton_kernels.attention.tiles import (
+    FWD_CONFIGS,
+    BwdConfig,
+)
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import AttentionSpec, dtype_name

@@ -10,7 +10,6 @@ from triton_kernels import reference
 from triton_kernels.attention import attention_bwd_rows, attention_fwd, streamed
 from triton_kernels.attention.configs import (
     ATTENTION,
-    FWD_CONFIGS,
     KEPT,
     KEPT_CONFIGS,
     STREAMED,
@@ -18,6 +17,9 @@ from triton_kernels.attention.configs import (
     HeadTile,
     KeptTile,
     StreamedTile,
+)
+from triton_kernels.attention.tiles import (
+    FWD_CONFIGS,
     Tile,
 )
 from triton_kernels.registry.chips import CHIPS

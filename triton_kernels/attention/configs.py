@@ -1,32 +1,18 @@
-"""What one program of attention keeps and walks over, which of these tiles may be taken, and the
-kernels that have them (`ATTENTION`, `CROSS_ATTENTION`, and their gradients)."""
+"""The kernels of attention (`ATTENTION`, `CROSS_ATTENTION`, and their gradients), and what one
+program of those in Gluon keeps and walks over; that of plain Triton is in `attention.tiles`."""
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import triton
 
+from ..registry.cost import AMPERE
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import AttentionSpec
 from ..runtime.device import Device
 from . import hopper as head
 from . import relayed, streamed
-
-_Config = TypeVar("_Config", bound=tuple)
-
-
-@configures("tiles")
-class Tile(NamedTuple):
-    """The positions a program keeps, how many it takes at a time of the others, and its launch.
-
-    Forward and dq keep queries and walk over keys; dk and dv keep keys and walk over queries.
-    """
-
-    keep: int
-    step: int
-    num_warps: int
-    num_stages: int
+from .tiles import BwdConfig, Tile, bwd_config, bwd_tiles, bwd_work, fwd_tiles, fwd_work
 
 
 @configures("head")
@@ -74,49 +60,6 @@ class RelayedTile(NamedTuple):
     slots: int
 
 
-@configures("tiles")
-class BwdConfig(NamedTuple):
-    one_pass: bool  # one kernel that keeps all keys (T <= keep; 5 products), or two (7 products)
-    keep: int  # as in `Tile`
-    step: int
-    num_warps: int
-    num_stages: int
-
-
-# What `fwd_config` and `bwd_config` choose, and what may have been measured to be faster; each is
-# tested by itself.
-# In 16 bits and for heads of 64 all of them fit a Hopper SM; the first of each list fits any chip.
-FWD_CONFIGS = (
-    Tile(64, 64, 4, 2),
-    Tile(64, 128, 4, 2),
-    Tile(64, 256, 4, 2),  # T = 256 and d = 32: all keys in one tile
-    Tile(128, 64, 4, 3),
-    Tile(128, 64, 8, 3),
-    Tile(128, 128, 8, 2),
-    Tile(128, 128, 8, 3),
-    Tile(64, 64, 4, 3),
-    Tile(64, 256, 8, 2),
-    Tile(32, 32, 4, 2),
-    Tile(32, 32, 8, 2),
-)
-BWD_CONFIGS = (
-    BwdConfig(False, 64, 32, 4, 2),
-    BwdConfig(False, 64, 64, 4, 2),
-    BwdConfig(False, 128, 32, 4, 3),
-    BwdConfig(False, 128, 64, 8, 2),
-    BwdConfig(False, 32, 32, 4, 2),
-    BwdConfig(False, 32, 32, 8, 2),
-    BwdConfig(True, 64, 64, 4, 1),
-    BwdConfig(True, 128, 64, 8, 2),
-    BwdConfig(True, 256, 32, 8, 2),
-    BwdConfig(True, 256, 64, 8, 1),
-    BwdConfig(True, 256, 32, 8, 1),
-    BwdConfig(True, 64, 64, 8, 1),
-    BwdConfig(True, 64, 32, 4, 1),
-    BwdConfig(True, 64, 32, 4, 2),
-)
-
-
 # For Hopper, in 16 bits, and only where they were measured to be faster.
 FWD_HEAD_CONFIGS = (
     HeadTile(64, 128),
@@ -131,52 +74,6 @@ BWD_HEAD_CONFIGS = (HeadGrad(256, 64),)
 KEPT_CONFIGS = (KeptTile(128, 64, 4), KeptTile(64, 64, 2))
 STREAMED_CONFIGS = (StreamedTile(2, 128, 2, 240),)
 RELAYED_CONFIGS = (RelayedTile(64, 4), RelayedTile(32, 4))
-
-
-def fwd_config(spec: AttentionSpec) -> Tile:
-    """Choices that fit every chip: compiled for sm_89 and sm_90, d = 16 to 256 and every precision,
-    they spill at most 16 bytes of registers and need at most 81 KiB of shared memory."""
-    row = block_d(spec.d) * spec.itemsize  # bytes of q, k or v
-    if row > 512:
-        return Tile(16, 16, 4, 2)
-    if spec.dtype == "fp32":  # products are unrolled into FMAs
-        return Tile(32, 32, 4 if row <= 256 else 8, 2)
-    if row > 256:
-        return Tile(32, 32, 4, 2)
-    if row > 128 or spec.seen <= 64:
-        return Tile(64, 64, 4, 2)
-    return Tile(64, 128, 4, 2)
-
-
-def bwd_config(spec: AttentionSpec) -> BwdConfig:
-    row = block_d(spec.d) * spec.itemsize
-    if row > 512:
-        return BwdConfig(False, 16, 16, 4, 2)
-    if spec.dtype == "fp32":
-        return BwdConfig(False, 32, 32, 4 if row <= 256 else 8, 2)
-    if row > 256:  # float32 of d = 128, or 16 bits of d = 256
-        return BwdConfig(False, 32, 32, 8 if spec.itemsize == 2 else 4, 2)
-    if row > 128:
-        return BwdConfig(False, 64, 32, 4, 2)
-    if spec.seen <= 64:
-        return BwdConfig(True, 64, 64, 4, 1)
-    return BwdConfig(False, 64, 64, 4, 2)
-
-
-def block_d(d: int) -> int:
-    """Channels of a tile that has those of a head."""
-    return max(16, triton.next_power_of_2(d))
-
-
-def fwd_tiles(spec: AttentionSpec, gpu: Device) -> list[Tile]:
-    """The safe one first."""
-    return [fwd_config(spec), *_fitting(FWD_CONFIGS, spec, gpu)]
-
-
-def bwd_tiles(spec: AttentionSpec, gpu: Device) -> list[BwdConfig]:
-    """The safe one first."""
-    found = _fitting(BWD_CONFIGS, spec, gpu)
-    return [bwd_config(spec), *(c for c in found if c.keep >= spec.seen or not c.one_pass)]
 
 
 def head_tiles(spec: AttentionSpec, gpu: Device) -> list[HeadTile]:
@@ -242,23 +139,31 @@ def _in_waves(programs: int, at_a_time: int, start: float, steps: float) -> floa
     return math.ceil(programs / at_a_time) * (start + steps)
 
 
-def _fitting(configs: Sequence[_Config], spec: AttentionSpec, gpu: Device) -> list[_Config]:
-    """Those that fit, less tiles far beyond T and the keys: all of them only in 16 bits, for heads
-    of at most 64, on a GPU with as much shared memory as Hopper's."""
-    if spec.itemsize > 2 or block_d(spec.d) > 64 or gpu.shared_memory < 220_000:
-        return []
-    longest = max(64, triton.next_power_of_2(max(spec.t, spec.seen)))
-    return [c for c in configs if max(c.keep, c.step) <= longest]
-
-
-TILES = Kernel("tiles", Tile, lambda *_: None, fwd_tiles)
+TILES = Kernel(
+    "tiles",
+    Tile,
+    lambda *_: None,
+    fwd_tiles,
+    work=fwd_work,
+    fitted_by=("step", "num_warps"),
+    borrows=AMPERE,
+)
 HEAD = Kernel("head", HeadTile, head.refuse, head_tiles)
 KEPT = Kernel("kept", KeptTile, streamed.refuse_kept, lambda *_: KEPT_CONFIGS, kept_cost)
 STREAMED = Kernel(
     "streamed", StreamedTile, streamed.refuse_streamed, lambda *_: STREAMED_CONFIGS, streamed_cost
 )
 RELAYED = Kernel("relayed", RelayedTile, relayed.refuse, relayed_tiles, relayed_cost)
-TILES_GRAD = Kernel("tiles", BwdConfig, lambda *_: None, bwd_tiles, tiles_grad_cost)
+TILES_GRAD = Kernel(
+    "tiles",
+    BwdConfig,
+    lambda *_: None,
+    bwd_tiles,
+    tiles_grad_cost,
+    work=bwd_work,
+    fitted_by=("one_pass", "step", "num_warps"),
+    borrows=AMPERE,
+)
 HEAD_GRAD = Kernel("head", HeadGrad, head.refuse, lambda *_: BWD_HEAD_CONFIGS)
 
 

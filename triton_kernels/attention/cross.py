@@ -11,8 +11,16 @@ from ..registry.choose import select
 from ..registry.spec import AttentionSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import describe
-from .configs import CROSS_ATTENTION, CROSS_ATTENTION_GRAD, BwdConfig, Tile, block_d
+from .configs import (
+    CROSS_ATTENTION,
+    CROSS_ATTENTION_GRAD,
+)
 from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
+from .tiles import (
+    BwdConfig,
+    Tile,
+    block_d,
+)
 
 
 def _constants(q: Tensor, kv: Tensor, num_heads: int, allow_tf32: bool) -> dict:

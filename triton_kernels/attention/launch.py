@@ -16,16 +16,18 @@ from . import relayed, streamed
 from .configs import (
     ATTENTION,
     ATTENTION_GRAD,
-    BwdConfig,
     HeadGrad,
     HeadTile,
     KeptTile,
     RelayedTile,
     StreamedTile,
+)
+from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
+from .tiles import (
+    BwdConfig,
     Tile,
     block_d,
 )
-from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 
 
 def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dict:

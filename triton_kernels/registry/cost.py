@@ -37,7 +37,7 @@ class Work(NamedTuple):
     products: float  # multiply-adds of a tile
     fetched: float  # bytes that a tile loads
     steps: float  # rounds of loading and multiplying, one after the other
-    written: int  # numbers of a tile's result
+    written: float  # numbers of a tile that are made one by one: of its result, or of its softmax
     memory: int  # bytes read and written at least once, of all
     parts: int = 0  # bytes of the parts of a split sum
     splits: int = 1
@@ -48,6 +48,13 @@ def programs_at_a_time(shared: int, num_warps: int, gpu: Device, registers: int 
     """Programs that a multiprocessor holds at a time, of so many bytes of shared memory, and of so
     many registers a thread; 0: there is no room for one."""
     return min(gpu.shared_memory // shared, REGISTERS // (32 * num_warps * registers))
+
+
+def resident(sums: int, shared: int, num_warps: int, gpu: Device) -> int:
+    """The same of programs whose threads have so many sums, and at least 1: a thread has about 100
+    registers beside its sums, of at most 255, and a program 1 KiB that is the driver's."""
+    registers = min(255, sums + 100)
+    return max(1, programs_at_a_time(shared + 1024, num_warps, gpu, registers))
 
 
 def terms(work: Work, gpu: Device) -> tuple[float, ...]:

@@ -26,6 +26,11 @@ class Device(NamedTuple):
         powers of two are enough for chips whose multiprocessors are a few more than one."""
         return int(7.75 * self.num_sms) + 1
 
+    @property
+    def mma_sync(self) -> bool:
+        """Whether products in plain Triton are mma.sync, neither wgmma (9) nor tcgen05 (10)."""
+        return self.arch // 10 in (8, 12)
+
 
 _INTERPRETER = Device(tma=True, num_sms=4, shared_memory=232_448)  # stands in for a small Hopper
 

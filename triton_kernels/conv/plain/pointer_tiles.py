@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import triton
 
-from ...registry.cost import Work, programs_at_a_time
+from ...registry.cost import Work, resident
 from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -125,24 +125,18 @@ def work(
     steps = taps * triton.cdiv(spec.k, c.block_k)
     products = c.block_c * c.block_m * c.block_k * (3 * c.rows if c.rows > 1 else 1)
     beside = sum(triton.cdiv(k, c.block_k) for k in spec.extra)
+    numbers = c.block_c * c.block_m * c.rows
     share = 3 if c.rows > 1 else 1  # a 1x1 filter is one of three rows of taps
     return Work(
         tiles=programs(c, box, spec.n, spec.h, spec.w, spec.c),
-        resident=resident(c.block_c * c.block_m * c.rows, _shared(c, spec), c.num_warps, gpu),
+        resident=resident(numbers // (32 * c.num_warps), _shared(c, spec), c.num_warps, gpu),
         products=products * (steps + beside / share),
         fetched=sum(fetched(c, spec.itemsize)) * (steps + beside / share),
         steps=steps + beside,
-        written=c.block_c * c.block_m * c.rows,
+        written=numbers,
         memory=spec.bytes,
         grad=spec.activation is not None,
     )
-
-
-def resident(sums: int, shared: int, num_warps: int, gpu: Device) -> int:
-    """Programs that a multiprocessor holds at a time, of so many sums and bytes of shared memory:
-    a thread has about 100 registers beside its sums, of at most 255."""
-    registers = min(255, sums // (32 * num_warps) + 100)
-    return max(1, programs_at_a_time(shared + 1024, num_warps, gpu, registers))
 
 
 def is_shared(num_warps: int, shared: int, gpu: Device) -> bool:

@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 
 from ...reductions.column_sum import num_splits
-from ...registry.cost import AMPERE, Work
+from ...registry.cost import AMPERE, Work, resident
 from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ...tf32 import as_operand
 from ..configs import WgradOperands, fewest_of, split_kernel
-from .pointer_tiles import is_shared, resident
+from .pointer_tiles import is_shared
 from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box
 
 
@@ -273,10 +273,14 @@ def _steps(c: PointerWgradTile, n: int, p: int, q: int) -> int:
 
 def _splits(spec: ConvSpec, gpu: Device, c: PointerWgradTile) -> int:
     co, ci = spec.of_filters
-    sums = c.block_co * c.block_ci * c.taps
-    slots = gpu.num_sms * resident(sums, _shared(c, spec), c.num_warps, gpu)
+    slots = gpu.num_sms * _resident(c, spec, gpu)
     programs = math.prod(_blocks(co, ci, spec.taps, c))
     return num_splits(programs, _steps(c, *spec.pixels), slots, fewest_of(spec))
+
+
+def _resident(c: PointerWgradTile, spec: ConvSpec, gpu: Device) -> int:
+    sums = c.block_co * c.block_ci * c.taps // (32 * c.num_warps)
+    return resident(sums, _shared(c, spec), c.num_warps, gpu)
 
 
 def _cost(spec: ConvSpec, gpu: Device, c: PointerWgradTile) -> float:
@@ -293,12 +297,11 @@ def _cost(spec: ConvSpec, gpu: Device, c: PointerWgradTile) -> float:
 def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     """What its programs do."""
     co, ci = spec.of_filters
-    sums = c.block_co * c.block_ci * c.taps
     steps = triton.cdiv(_steps(c, *spec.pixels), c.splits)
     return Work(
         tiles=math.prod(_blocks(co, ci, spec.taps, c)) * c.splits,
-        resident=resident(sums, _shared(c, spec), c.num_warps, gpu),
-        products=sums * c.rows * c.block_m * steps,
+        resident=_resident(c, spec, gpu),
+        products=c.block_co * c.block_ci * c.taps * c.rows * c.block_m * steps,
         fetched=_fetched(c) * c.block_m * spec.itemsize * steps,
         steps=steps,
         written=0,
