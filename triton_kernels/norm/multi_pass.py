@@ -1,15 +1,12 @@
 """GroupNorm of an image of any size, in passes over memory; see `group_norm` for the formulas.
 
-    forward   stats (read x), finalize, apply (read x, write y)
+    forward   partials (read x), table, apply (read x, write y)
     backward  sums (read x, dy), finalize, dx (read x, dy, write dx), params
 
-The three without brackets are small. Sums of squares cancel when the mean is large. Here every lane
-of a tile runs Welford's recurrence over its pixels, and lanes, chunks and channels are then merged
-by Chan's formula (Chan, Golub and LeVeque 1983):
-
-    M2 = sum M2_i + sum count_i (mean_i - mean)^2
-
-so that no partial is ever a difference of large numbers. Partials are merged in a fixed order,
+The three without brackets are small. Those of forward are the fused step's (`norm.tables`,
+`norm.passes`). Sums of squares cancel when the mean is large, so every lane of a tile runs
+Welford's recurrence over its pixels, and lanes, chunks and channels are then merged by Chan's
+formula: no partial is ever a difference of large numbers. Partials are merged in a fixed order,
 without atomics: the same input gives the same bits.
 
 A tile is BLOCK_P pixels by BLOCK_C channels. TILES tiles make the chunk of pixels of one program,
@@ -33,15 +30,14 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import NormSpec, dtype_name
 from ..runtime.device import Device, describe
 from .multi_pass_kernels import (
-    group_norm_apply_kernel,
     group_norm_bwd_dx_kernel,
     group_norm_bwd_finalize_kernel,
     group_norm_bwd_params_kernel,
     group_norm_bwd_sums_kernel,
-    group_norm_finalize_kernel,
-    group_norm_stats_kernel,
 )
 from .pass_grid import PassConfig, PassGrid, cut_pass
+from .passes import apply
+from .tables import norm_table, partials_of
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -71,14 +67,6 @@ _STATS_CONFIGS = [
     PassConfig(512, 16, 1),
     PassConfig(512, 32, 1),
     PassConfig(1024, 16, 2),
-]
-_APPLY_CONFIGS = [
-    PassConfig(4096, 2, 4),
-    PassConfig(2048, 2, 4),
-    PassConfig(4096, 1, 4),
-    PassConfig(2048, 4, 4),
-    PassConfig(2048, 1, 4),
-    PassConfig(8192, 1, 8),
 ]
 _SUMS_CONFIGS = [
     PassConfig(2048, 8, 4),
@@ -152,7 +140,6 @@ def _pass(name: str, listed: list[PassConfig]) -> Op:
 
 
 STATS = _pass("group_norm_stats", _STATS_CONFIGS)
-APPLY = _pass("group_norm_apply", _APPLY_CONFIGS)
 SUMS = _pass("group_norm_sums", _SUMS_CONFIGS)
 DX = _pass("group_norm_dx", _DX_CONFIGS)
 
@@ -162,31 +149,17 @@ def _chosen(op: Op, xs: Halves, num_groups: int, run: Callable[[PassConfig], Ten
     return select(op, spec, describe(xs[0].device), run).config
 
 
-def stream_stats(
-    xs: Halves, num_groups: int, eps: float, config: PassConfig | None = None
-) -> Tensor:
-    """mean and 1 / sqrt(var + eps) of every (sample, group): float32 [2, N, G]."""
-    x, (n, hw, c) = xs[0], extent(xs)
-    cg = c // num_groups
+def stream_partials(xs: Halves, num_groups: int, config: PassConfig | None = None) -> Tensor:
+    """The sums of x that `norm_table` wants: float32 [N, K, 2, C]."""
     if config is None:
 
         def run(c: PassConfig) -> Tensor:
-            return stream_stats(xs, num_groups, eps, c)[1]
+            partials = stream_partials(xs, num_groups, c)
+            return partials if partials.shape[1] == 1 else partials[:, :, 0].sum(1)
 
         config = _chosen(STATS, xs, num_groups, run)
     grid = _cut(xs, config)
-    partial = _empty((n, grid.k, 2, c), dtype=torch.float32, device=x.device)
-    shape = (hw, x.shape[3], c, grid.k, grid.cb1, grid.cb)
-    group_norm_stats_kernel[(grid.programs,)](
-        *xs, partial, *shape, *grid.tile, num_warps=config.num_warps
-    )
-    stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
-    block_g, block_e = _group_blocks(num_groups, grid.k * cg)
-    blocks = triton.cdiv(num_groups, block_g)
-    chunk = grid.tiles * grid.block_p
-    shape = (hw, c, num_groups, blocks, eps, chunk, grid.k, cg)
-    group_norm_finalize_kernel[(n * blocks,)](partial, *stats, *shape, block_g, block_e)
-    return stats
+    return partials_of(xs, grid.k, grid.block_p, grid.block_c, config.num_warps)
 
 
 def _shape(xs: Halves, stats: Tensor, params: Params, grid: PassGrid) -> tuple[int, ...]:
@@ -194,26 +167,6 @@ def _shape(xs: Halves, stats: Tensor, params: Params, grid: PassGrid) -> tuple[i
     _, hw, c = extent(xs)
     g = stats.shape[2]
     return *row_strides(params), hw, xs[0].shape[3], c, g, grid.k, grid.cb1, grid.cb, c // g
-
-
-def stream_apply(
-    xs: Halves, stats: Tensor, params: Params, activation: str, config: PassConfig | None = None
-) -> Tensor:
-    """y of x and its statistics."""
-    x = xs[0]
-    if config is None:
-
-        def run(c: PassConfig) -> Tensor:
-            return stream_apply(xs, stats, params, activation, c)
-
-        config = _chosen(APPLY, xs, stats.shape[2], run)
-    grid = _cut(xs, config)
-    y = _empty((*x.shape[:3], extent(xs)[2]), dtype=x.dtype, device=x.device)
-    shape = _shape(xs, stats, params, grid)
-    group_norm_apply_kernel[(grid.programs,)](
-        *xs, *stats, *params, y, *shape, activation, *grid.tile, num_warps=config.num_warps
-    )
-    return y
 
 
 def stream_sums(
@@ -314,8 +267,14 @@ class MultiPass(NamedTuple):
 
 
 def _forward(_: MultiPass, xs: Halves, num_groups: int, eps: float, params: Params, act: str):
-    stats = stream_stats(xs, num_groups, eps)
-    return stream_apply(xs, stats, params, act), stats
+    x, (n, hw, c) = xs[0], extent(xs)
+    stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
+    if hw == 0:
+        return _empty((*x.shape[:3], c), dtype=x.dtype, device=x.device), stats
+    partials = stream_partials(xs, num_groups)
+    weight, bias, *film = params
+    table = norm_table((partials,), (hw,), num_groups, weight, bias, eps, *film, stats_out=stats)
+    return apply(*xs, table, act), stats
 
 
 def _backward(

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..activations import activate, activate_grad
+from ..activations import activate_grad
+from ..runtime.dependent_launch import await_inputs
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def moments(
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    MASKED: tl.constexpr = True,
+    MASKED: tl.constexpr,
 ):
     """mean and M2 over the first TILES tiles of pixels, those that there are."""
     UNROLL: tl.constexpr = TILES if TILES < 4 else 4
@@ -152,11 +153,11 @@ def moments(
 
 
 @triton.jit
-def group_norm_stats_kernel(
-    x1_ptr,  # [N, HW, C1]
-    x2_ptr,  # [N, HW, C - C1] or None
-    partial_ptr,  # float32 [N, K, 2, C]: mean and M2 of a chunk
-    HW,
+def norm_partials_kernel(
+    x1_ptr,  # [N, K * pixels, C1]
+    x2_ptr,  # [N, K * pixels, C - C1] or None
+    partial_ptr,  # float32 [N, K, 2, C], as in `norm.tables`
+    pixels,  # of a chunk
     C1,
     C,
     K,
@@ -167,118 +168,19 @@ def group_norm_stats_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
+    await_inputs()
     n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
         tl.program_id(0), x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
     )
     offs_p = tl.arange(0, BLOCK_P)
-    start = k * (TILES * BLOCK_P)
-    chunk_ptr = x_ptr + (n * HW + start) * CH
-    chunk_mean, chunk_m2 = moments(
-        chunk_ptr, HW - start, CH, offs_p, offs_h, mask_c, TILES, BLOCK_P, BLOCK_C, MASKED
-    )
-    out_ptr = partial_ptr + (n * K + k) * 2 * C + offs_c
-    tl.store(out_ptr, chunk_mean, mask=mask_c)
-    tl.store(out_ptr + C, chunk_m2, mask=mask_c)
-
-
-@triton.jit
-def group_norm_finalize_kernel(
-    partial_ptr,  # float32 [N, K, 2, C]: mean and M2 of a chunk
-    mean_ptr,  # float32 [N, G]
-    rstd_ptr,  # float32 [N, G]
-    HW,
-    C,
-    G,
-    GB,  # blocks of groups
-    eps,
-    CHUNK: tl.constexpr,  # pixels of a chunk
-    K: tl.constexpr,
-    CG: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    pid = tl.program_id(0)
-    n = (pid // GB).to(tl.int64)
-    offs_g = pid % GB * BLOCK_G + tl.arange(0, BLOCK_G)
-    total = HW * 1.0 * CG
-
-    acc = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
-    for e0 in range(0, K * CG, BLOCK_E):
-        e = e0 + tl.arange(0, BLOCK_E)  # (chunk, channel of the group)
-        count = tl.minimum(HW - e // CG * CHUNK, CHUNK) * 1.0
-        mask = (offs_g < G)[:, None] & (e < K * CG)[None, :]
-        offs = (e // CG * 2 * C + e % CG)[None, :] + offs_g[:, None] * CG
-        part = tl.load(partial_ptr + n * K * 2 * C + offs, mask=mask, other=0.0)
-        acc += part * count[None, :]
-    mean = tl.sum(acc, 1) / total
-
-    m2 = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
-    rest = tl.zeros([BLOCK_G, BLOCK_E], tl.float32)
-    for e0 in range(0, K * CG, BLOCK_E):
-        e = e0 + tl.arange(0, BLOCK_E)
-        count = tl.minimum(HW - e // CG * CHUNK, CHUNK) * 1.0
-        mask = (offs_g < G)[:, None] & (e < K * CG)[None, :]
-        offs = (e // CG * 2 * C + e % CG)[None, :] + offs_g[:, None] * CG
-        part = tl.load(partial_ptr + n * K * 2 * C + offs, mask=mask, other=0.0)
-        part_m2 = tl.load(partial_ptr + n * K * 2 * C + offs + C, mask=mask, other=0.0)
-        delta = tl.where(mask, part - mean[:, None], 0.0)
-        m2 += part_m2 + delta * delta * count[None, :]
-        rest += delta * count[None, :]
-    mean += tl.sum(rest, 1) / total  # what the first sum has rounded off
-    rstd = 1.0 / tl.sqrt(tl.sum(m2, 1) / total + eps)
-    tl.store(mean_ptr + n * G + offs_g, mean, mask=offs_g < G)
-    tl.store(rstd_ptr + n * G + offs_g, rstd, mask=offs_g < G)
-
-
-@triton.jit
-def group_norm_apply_kernel(
-    x1_ptr,  # [N, HW, C1]
-    x2_ptr,  # [N, HW, C - C1] or None
-    mean_ptr,  # float32 [N, G]
-    rstd_ptr,  # float32 [N, G]
-    weight_ptr,  # [C] or None
-    bias_ptr,  # [C] or None
-    scale_ptr,  # [N, C] or None
-    shift_ptr,  # [N, C] or None
-    y_ptr,  # [N, HW, C]
-    stride_scale,
-    stride_shift,
-    HW,
-    C1,
-    C,
-    G,
-    K,
-    CB1,
-    CB,
-    CG: tl.constexpr,
-    ACT: tl.constexpr,
-    MASKED: tl.constexpr,  # some tiles reach over an edge
-    TILES: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    # last pixels first: the stats pass has just left them in L2
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
-        pid, x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
-    )
-    offs_p = tl.arange(0, BLOCK_P)
-    offs_x = offs_p[:, None] * CH + offs_h[None, :]
-    offs_y = offs_p[:, None] * C + offs_c[None, :]
-    mean, rstd, gain, offset = coefficients(
-        mean_ptr, rstd_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr,
-        stride_scale, stride_shift, n, offs_c, mask_c, G, CG,
+    chunk = n * K + k
+    mean, m2 = moments(
+        x_ptr + chunk * pixels * CH, pixels, CH, offs_p, offs_h, mask_c,
+        TILES, BLOCK_P, BLOCK_C, MASKED,
     )  # fmt: skip
-    slope = rstd * gain
-    for i in tl.static_range(TILES):
-        p0 = (k * TILES + i) * BLOCK_P
-        mask = (offs_p < HW - p0)[:, None] & mask_c[None, :] if MASKED else None
-        first = n * HW + p0
-        x = tl.load(x_ptr + first * CH + offs_x, mask=mask).to(tl.float32)
-        # x - mean first: x slope + (offset - mean slope) would cancel when the mean is large
-        z = (x - mean[None, :]) * slope[None, :] + offset[None, :]
-        y = activate(z, ACT)
-        tl.store(y_ptr + first * C + offs_y, y.to(y_ptr.dtype.element_ty), mask=mask)
+    out_ptr = partial_ptr + chunk * 2 * C + offs_c
+    tl.store(out_ptr, mean * pixels, mask=mask_c)
+    tl.store(out_ptr + C, m2, mask=mask_c)
 
 
 # --- backward ------------------------------------------------------------------------------------
@@ -407,7 +309,7 @@ def group_norm_bwd_dx_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # as in apply
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # last pixels first: they are still in L2
     n, k, x_ptr, CH, offs_h, offs_c, mask_c = _chunk(
         pid, x1_ptr, x2_ptr, K, C1, C, CB1, CB, BLOCK_C
     )

@@ -9,33 +9,8 @@ import triton
 import triton.language as tl
 
 from ..runtime.dependent_launch import await_inputs
-from .multi_pass_kernels import affine, moments
+from .multi_pass_kernels import affine
 from .statistics import moments_of_partials, store_affine_grads, sum_tiles
-
-
-@triton.jit
-def norm_partials_kernel(
-    x_ptr,  # [N K, pixels, C]
-    partial_ptr,  # float32 [N K, 2, C]
-    pixels,
-    C,
-    CB,
-    TILES: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    await_inputs()
-    pid = tl.program_id(0)
-    tile = (pid // CB).to(tl.int64)
-    offs_p = tl.arange(0, BLOCK_P)
-    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
-    mask_c = offs_c < C
-    mean, m2 = moments(
-        x_ptr + tile * pixels * C, pixels, C, offs_p, offs_c, mask_c, TILES, BLOCK_P, BLOCK_C
-    )
-    out_ptr = partial_ptr + tile * 2 * C + offs_c
-    tl.store(out_ptr, mean * pixels, mask=mask_c)
-    tl.store(out_ptr + C, m2, mask=mask_c)
 
 
 @triton.jit
@@ -56,6 +31,8 @@ def norm_table_kernel(
     shift_ptr,  # [N, C] or None
     table_ptr,  # float32 [N, 4, C]
     second_ptr,  # float32 [N, 4, C - C1] or None
+    mean_ptr,  # float32 [N, G] or None
+    rstd_ptr,  # likewise
     stride_scale,
     stride_shift,
     pixels1,
@@ -112,6 +89,12 @@ def norm_table_kernel(
         tl.store(out_ptr + half, rstd + tl.zeros_like(mean), mask=mask_c)
         tl.store(out_ptr + 2 * half, g, mask=mask_c)
         tl.store(out_ptr + 3 * half, b, mask=mask_c)
+    if mean_ptr is not None:
+        offs_g = pid % GB * BLOCK_G + tl.arange(0, BLOCK_G)[:, None]
+        there = offs_g * CG < C
+        offs_g += n * (C // CG)
+        tl.store(mean_ptr + offs_g, group_mean, mask=there)
+        tl.store(rstd_ptr + offs_g, rstd, mask=there)
 
 
 @triton.jit

@@ -36,10 +36,10 @@ from ..reductions.column_sum import sum_partials
 from ..reductions.row_sums import RowSums
 from ..runtime.dependent_launch import overlapping
 from ..runtime.layout import check_nhwc, check_shape, row_stride
+from .multi_pass_kernels import norm_partials_kernel
 from .pass_grid import channel_block
 from .table_kernels import (
     norm_grad_table_kernel,
-    norm_partials_kernel,
     norm_table_kernel,
 )
 
@@ -108,15 +108,32 @@ def tensor_partials(
     block_c = channel_block(c)
     few = triton.cdiv(programs, max(n, 1) * triton.cdiv(c, block_c))
     wanted = max(triton.cdiv(h * w, _PARTIAL_PIXELS), min(few, h * w // _MIN_PARTIAL_PIXELS))
-    k = max(k for k in range(1, wanted + 1) if h * w % k == 0)  # tiles are all of one size
+    return partials_of((x, None), wanted, 4096 // block_c, block_c, 4)
+
+
+def partials_of(
+    xs: tuple[Tensor, Tensor | None],  # [N, H, W, C1] and, beside it, [N, H, W, C - C1]
+    wanted: int,  # tiles of an image, at most
+    block_p: int,  # pixels at a time, at most
+    block_c: int,
+    num_warps: int,
+) -> Tensor:  # float32 [N, K, 2, C]
+    """The same of x1 beside x2. Tiles are all of one size, so their number divides the pixels."""
+    x, x2 = xs
+    n, h, w, c1 = x.shape
+    c2 = 0 if x2 is None else x2.shape[3]
+    k = next(k for k in range(max(wanted, 1), 0, -1) if h * w % k == 0)
     pixels = h * w // k
-    block_p = min(4096 // block_c, triton.next_power_of_2(pixels))
-    partials = _empty((n, k, 2, c), dtype=torch.float32, device=x.device)
-    cb = triton.cdiv(c, block_c)
-    tile = (triton.cdiv(pixels, block_p), block_p, block_c)
+    block_p = min(block_p, triton.next_power_of_2(max(pixels, 1)))
+    tiles = max(triton.cdiv(pixels, block_p), 1)
+    cb1 = triton.cdiv(c1, block_c)
+    cb = cb1 + triton.cdiv(c2, block_c)
+    masked = pixels % block_p + c1 % block_c + c2 % block_c + tiles % min(tiles, 4) > 0
+    partials = _empty((n, k, 2, c1 + c2), dtype=torch.float32, device=x.device)
     norm_partials_kernel[(n * k * cb,)](
-        x, partials, pixels, c, cb, *tile, **overlapping(x.device, n * h * w)
-    )
+        x, x2, partials, pixels, c1, c1 + c2, k, cb1, cb, masked, tiles, block_p, block_c,
+        num_warps=num_warps, **overlapping(x.device, n * h * w),
+    )  # fmt: skip
     return partials
 
 
@@ -130,6 +147,7 @@ def norm_table(
     scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
     shift: Tensor | None = None,  # [N, C1 + C2]
     second_out: Tensor | None = None,  # float32 [N, 4, C2], the second half once more
+    stats_out: Tensor | None = None,  # float32 [2, N, G]: mean and rstd of every group
 ) -> Tensor:  # float32 [N, 4, C1 + C2]
     """mean, rstd, g = weight (1 + scale) and b = bias (1 + scale) + shift of every channel.
 
@@ -144,6 +162,8 @@ def norm_table(
     assert c % num_groups == 0 and (second is None or second.shape[0] == n)
     if second_out is not None:
         check_shape("second_out", second_out, n, 4, c - c1)
+    if stats_out is not None:
+        check_shape("stats_out", stats_out, 2, n, num_groups)
     lanes = _lanes_of(c, num_groups, k1, k2)
     table = _empty((n, 4, c), dtype=torch.float32, device=first.device)
     film = (scale, shift)
@@ -156,6 +176,7 @@ def norm_table(
         *film,
         table,
         second_out,
+        *((None, None) if stats_out is None else stats_out),
         *map(row_stride, film),
         *shape,
         *lanes.blocks,
