@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activations import activate_grad, check_activation
+from ..activations import check_activation
 from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_shape
+from .coefficients import load_table, normalised_and_dz
 from .pass_grid import channel_block
 
 _TILE = 4096  # elements that a program has in registers: 16 a thread
@@ -50,11 +51,8 @@ def _activation_grad_kernel(
     offs_p = tl.arange(0, BLOCK_P)
     offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = offs_c < C
-    row_ptr = table_ptr + run // K * 4 * C + offs_c
-    mean = tl.load(row_ptr, mask=mask_c, other=0.0)[None, :]
-    rstd = tl.load(row_ptr + C, mask=mask_c, other=0.0)[None, :]
-    g = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)[None, :]
-    b = tl.load(row_ptr + 3 * C, mask=mask_c, other=0.0)[None, :]
+    row_ptrs = table_ptr + run // K * 4 * C + offs_c
+    mean, rstd, gain, offset = load_table(row_ptrs, C, mask_c)
     sum_d = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     sum_e = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for i in range(TILES):
@@ -63,8 +61,7 @@ def _activation_grad_kernel(
         offs = (run * PIXELS + p)[:, None] * C + offs_c[None, :]
         da = tl.load(da_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        xhat = (x - mean) * rstd
-        dz = da * activate_grad(xhat * g + b, ACT)  # zero outside, as da is
+        xhat, dz = normalised_and_dz(x, da, mean, rstd, gain, offset, ACT)  # 0 outside, as da
         tl.store(dz_ptr + offs, dz.to(dz_ptr.dtype.element_ty), mask=mask)
         sum_d += dz
         sum_e += dz * xhat

@@ -10,8 +10,7 @@ import triton.language as tl
 
 from ..activations import activate_affine
 from ..runtime.dependent_launch import await_inputs
-from .multi_pass_kernels import modulate
-from .single_cta_kernels import parameters
+from .coefficients import modulate, parameters
 from .statistics import group_moments
 
 

@@ -12,7 +12,7 @@ from ..activations import activate
 from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs
 from ..tf32 import as_operand
-from .multi_pass_kernels import affine
+from .coefficients import affine, store_table
 from .statistics import (
     covering_lanes,
     merge_channels,
@@ -115,11 +115,8 @@ def _apply_folded_half(
     mean = tl.gather(group_mean, group, 0)
     rstd = tl.gather(group_rstd, group, 0)
     if k == 0:
-        row_ptr = table_ptr + n * 4 * C + border + offs_c
-        tl.store(row_ptr, mean, mask=mask_c)
-        tl.store(row_ptr + C, rstd, mask=mask_c)
-        tl.store(row_ptr + 2 * C, g, mask=mask_c)
-        tl.store(row_ptr + 3 * C, b, mask=mask_c)
+        row_ptrs = table_ptr + n * 4 * C + border + offs_c
+        store_table(row_ptrs, C, mean, rstd, g, b, mask_c)
     slope = rstd * g
     offs_a = offs_p[:, None] * C + offs_c[None, :]
     for i in tl.static_range(TILES):

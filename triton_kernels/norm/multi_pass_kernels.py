@@ -3,78 +3,8 @@
 import triton
 import triton.language as tl
 
-from ..activations import activate_grad
 from ..runtime.dependent_launch import await_inputs
-
-
-@triton.jit
-def modulate(gain, offset, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c):
-    """`affine` of one sample, from gain and offset of all samples."""
-    if scale_ptr is not None:
-        scale = tl.load(scale_ptr + n * stride_scale + offs_c, mask=mask_c, other=0.0)
-        gain *= 1.0 + scale.to(tl.float32)
-        offset *= 1.0 + scale.to(tl.float32)
-    if shift_ptr is not None:
-        shift = tl.load(shift_ptr + n * stride_shift + offs_c, mask=mask_c, other=0.0)
-        offset += shift.to(tl.float32)
-    return gain, offset
-
-
-@triton.jit
-def affine(
-    weight_ptr,
-    bias_ptr,
-    scale_ptr,
-    shift_ptr,
-    stride_scale,
-    stride_shift,
-    n,
-    offs_c,
-    mask_c,
-):
-    """gain and offset of the channels of one sample, float32 (see `group_norm`)."""
-    gain = tl.zeros(offs_c.shape, tl.float32) + 1.0
-    offset = tl.zeros(offs_c.shape, tl.float32)
-    if weight_ptr is not None:
-        gain = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        offset = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    return modulate(
-        gain, offset, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
-    )
-
-
-@triton.jit
-def coefficients(
-    mean_ptr,
-    rstd_ptr,
-    weight_ptr,
-    bias_ptr,
-    scale_ptr,
-    shift_ptr,
-    stride_scale,
-    stride_shift,
-    n,
-    offs_c,
-    mask_c,
-    G,
-    CG: tl.constexpr,
-):
-    """mean, rstd, gain and offset of the channels of one sample, float32."""
-    offs_g = n * G + offs_c // CG
-    mean = tl.load(mean_ptr + offs_g, mask=mask_c, other=0.0)
-    rstd = tl.load(rstd_ptr + offs_g, mask=mask_c, other=0.0)
-    gain, offset = affine(
-        weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
-    )
-    return mean, rstd, gain, offset
-
-
-@triton.jit
-def normalised_and_dz(x, dy, mean, rstd, gain, offset, ACT: tl.constexpr):
-    """xhat = (x - mean) rstd and dz = dy act'(xhat gain + offset), [pixels, channels]."""
-    xhat = (x - mean[None, :]) * rstd[None, :]
-    return xhat, dy * activate_grad(xhat * gain[None, :] + offset[None, :], ACT)
+from .coefficients import affine, coefficients, normalised_and_dz
 
 
 @triton.jit

@@ -5,6 +5,7 @@ and of one of the two halves, which need not be one tensor.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import triton
@@ -82,3 +83,14 @@ def cut_pass(
         size % block > 0 for size, block in ((hw, tiles * block_p), (c1, block_c), (c2, block_c))
     )
     return PassGrid(n * k * cb, k, cb1, cb, masked, tiles, block_p, block_c)
+
+
+@lru_cache
+def divisor_near(number: int, wanted: int) -> int:
+    """The largest divisor up to what is wanted; if that is less than half of it, the nearest."""
+    low = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0] or [1]
+    divisors = sorted({*low, *(number // k for k in low if number)})
+    below = max(k for k in divisors if k <= wanted)
+    if 2 * below >= wanted:
+        return below
+    return min(divisors, key=lambda k: max(k / wanted, wanted / k))

@@ -13,16 +13,14 @@ from ..noise.dropout import kept
 from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs
 from ..tf32 import as_operand
+from .coefficients import load_table
 
 
 @triton.jit
-def _table_of(row_ptr, C, mask_c):
-    """mean, rstd g and b of the channels whose mean is there."""
-    mean = tl.load(row_ptr, mask=mask_c, other=0.0)
-    rstd = tl.load(row_ptr + C, mask=mask_c, other=0.0)
-    g = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
-    b = tl.load(row_ptr + 3 * C, mask=mask_c, other=0.0)
-    return mean, rstd * g, b
+def _table_of(row_ptrs, C, mask_c):
+    """mean, slope and offset of the channels whose mean is there: z = (x - mean) slope + offset."""
+    mean, rstd, gain, offset = load_table(row_ptrs, C, mask_c)
+    return mean, rstd * gain, offset
 
 
 @triton.jit

@@ -12,20 +12,8 @@ import triton.language as tl
 from ..activations import activate
 from ..conv.plain.split_k_sum import load_parts, sum_of_parts, terms_of_parts
 from ..runtime.dependent_launch import await_inputs, begin_next
-from .multi_pass_kernels import modulate
+from .coefficients import modulate, parameters
 from .statistics import add_pairs, each_lane
-
-
-@triton.jit
-def parameters(weight_ptr, bias_ptr, offs_c, mask_c):
-    """`affine` without modulation."""
-    g = tl.zeros(offs_c.shape, tl.float32) + 1.0
-    b = tl.zeros(offs_c.shape, tl.float32)
-    if weight_ptr is not None:
-        g = tl.load(weight_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        b = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
-    return g, b
 
 
 @triton.jit

@@ -20,8 +20,8 @@ from ..registry.cost import of_passes
 from ..registry.kernel import Kernel, configures
 from ..registry.spec import NormSpec
 from ..runtime.device import Device
+from .coefficients import affine, coefficients, normalised_and_dz
 from .multi_pass import Halves, Params, empty_like, row_strides, spec_of
-from .multi_pass_kernels import affine, coefficients, normalised_and_dz
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 

@@ -21,8 +21,8 @@ from ..registry.spec import FEW_IMAGES, NormSpec
 from ..runtime.dependent_launch import await_inputs, begin_next, overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import row_stride
-from .multi_pass_kernels import modulate
-from .single_cta_kernels import parameters, sum_of_lanes
+from .coefficients import modulate, parameters
+from .single_cta_kernels import sum_of_lanes
 from .statistics import add_pairs
 
 _empty = torch.empty  # tests put a function here that returns NaNs

@@ -8,7 +8,7 @@ group is a sum over rows.
 import triton
 import triton.language as tl
 
-from .multi_pass_kernels import affine
+from .coefficients import affine
 
 
 @triton.jit

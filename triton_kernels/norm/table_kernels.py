@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.dependent_launch import await_inputs
-from .multi_pass_kernels import affine
+from .coefficients import affine
 from .statistics import moments_of_partials, store_affine_grads, sum_tiles
 
 

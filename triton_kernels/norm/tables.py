@@ -37,7 +37,7 @@ from ..reductions.row_sums import RowSums
 from ..runtime.dependent_launch import overlapping
 from ..runtime.layout import check_nhwc, check_shape, row_stride
 from .multi_pass_kernels import norm_partials_kernel
-from .pass_grid import channel_block
+from .pass_grid import channel_block, divisor_near
 from .table_kernels import (
     norm_grad_table_kernel,
     norm_table_kernel,
@@ -113,7 +113,7 @@ def tensor_partials(
 
 def partials_of(
     xs: tuple[Tensor, Tensor | None],  # [N, H, W, C1] and, beside it, [N, H, W, C - C1]
-    wanted: int,  # tiles of an image, at most
+    wanted: int,  # tiles of an image, about
     block_p: int,  # pixels at a time, at most
     block_c: int,
     num_warps: int,
@@ -122,7 +122,7 @@ def partials_of(
     x, x2 = xs
     n, h, w, c1 = x.shape
     c2 = 0 if x2 is None else x2.shape[3]
-    k = next(k for k in range(max(wanted, 1), 0, -1) if h * w % k == 0)
+    k = divisor_near(h * w, max(wanted, 1))
     pixels = h * w // k
     block_p = min(block_p, triton.next_power_of_2(max(pixels, 1)))
     tiles = max(triton.cdiv(pixels, block_p), 1)
