@@ -177,9 +177,7 @@ def _launch(
     c2 = check_second(x2, n, h, w)
     for part, count, channels in zip(partials, pixels, (c1, c2), strict=False):
         check_partials_of(part, count, n, channels)
-    c, cg = c1 + c2, (c1 + c2) // num_groups
-    first, second = partials[0], partials[1] if x2 is not None else None
-    ks = first.shape[1], 1 if second is None else second.shape[1]
+    c = c1 + c2
     norm, film = (partials, pixels, num_groups, weight, bias, eps), (scale, shift)
     options = {"corners": corners, "keep": keep}
     if config is None:
@@ -199,7 +197,7 @@ def _launch(
             num_groups,
             activation,
             upsampled=up,
-            tiles=ks if c2 else ks[:1],
+            tiles=tuple(part.shape[1] for part in partials),
             **options,
         )
         config = select(NORM_OF_SUMS, spec, describe(x1.device), run).config
@@ -213,25 +211,63 @@ def _launch(
     if n == 0:
         shape = (0, h, w, c1)
         return x1.new_empty((0, h, w, c)), x1.new_empty(shape) if keep else None
-    halves = ((small_h * small_w, c1), (h * w if c2 else 0, c2))
-    programs, blocks, masked, tile = _cut(
-        n, halves, config, _PROGRAMS * describe(x1.device).num_sms
-    )
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if keep else None
-    norm_from_partials_kernel[(programs,)](
-        x1, x2, first, second, weight, bias, *film, a, large, *map(row_stride, film),
-        pixels[0], pixels[-1], h * w, c1, c2, *blocks, eps,
-        rounded_grad(activation, x1.dtype), small_w if up else None, corners,
-        *ks, cg, masked, *tile, *covering_groups(tile[-1], c1 if c2 else 0, cg),
-        triton.next_power_of_2(max(ks)),
-        num_warps=config.num_warps, **overlapping(x1.device, 0),  # of any size: they are few
-    )  # fmt: skip
+    act, overlap = rounded_grad(activation, x1.dtype), overlapping(x1.device, 0)  # they are few
+    launch_from_partials(
+        x1, x2, *norm, act, *film, a, config, overlap, large=large, up=up, corners=corners
+    )
     return a, large
 
 
+def launch_from_partials(
+    x1: Tensor,
+    x2: Tensor | None,
+    partials: tuple[Tensor, ...],
+    pixels: tuple[int, ...],
+    num_groups: int,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    activation: str,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    a: Tensor,  # [N, H, W, C1 + C2], out
+    config: SumsConfig,
+    overlap: dict[str, bool],  # of `overlapping`
+    *,
+    large: Tensor | None = None,  # [N, H, W, C1], out: x1 upsampled
+    table: Tensor | None = None,  # float32 [N, 4, C1 + C2], out: that of `norm_table`
+    up: bool = False,
+    corners: bool = False,
+    tf32: bool = False,
+    wanted: int | None = None,  # programs; where there are fewer, each has less to do
+    least_tile: int | None = None,  # elements, then
+) -> None:
+    """The kernel of `norm_of_sums`, whose arguments these are."""
+    n, h, w, c = a.shape
+    _, small_h, small_w, c1 = x1.shape
+    c2, cg = c - c1, c // num_groups
+    first, second = partials[0], partials[1] if x2 is not None else None
+    ks = first.shape[1], 1 if second is None else second.shape[1]
+    halves = ((small_h * small_w, c1), (h * w if c2 else 0, c2))
+    wanted = wanted or _PROGRAMS * describe(x1.device).num_sms
+    programs, blocks, masked, tile = _cut(n, halves, config, wanted, least_tile)
+    norm_from_partials_kernel[(programs,)](
+        x1, x2, first, second, weight, bias, scale, shift, a, large, table,
+        row_stride(scale), row_stride(shift), pixels[0], pixels[-1], h * w, c1, c2, *blocks, eps,
+        activation, small_w if up else None, corners, *ks, cg, masked, *tile,
+        *covering_groups(tile[-1], c1 if c2 else 0, cg), triton.next_power_of_2(max(ks)), tf32,
+        num_warps=config.num_warps, **overlap,
+    )  # fmt: skip
+
+
 def _cut(
-    n: int, halves: tuple[tuple[int, int], ...], config: SumsConfig, wanted: int
+    n: int,
+    halves: tuple[tuple[int, int], ...],
+    config: SumsConfig,
+    wanted: int,
+    least_tile: int | None,
 ) -> tuple[int, tuple[int, int, int, int], bool, tuple[int, int, int]]:
     """How many programs; blocks of pixels and of channels, of both halves; whether some tiles reach
     over an edge; TILES, BLOCK_P and BLOCK_C. Halves are (pixels, channels), `wanted` programs."""
@@ -249,6 +285,8 @@ def _cut(
 
     while tiles > 1 and programs() < wanted:
         tiles //= 2
+    while least_tile and block_p * block_c > least_tile and programs() < wanted:
+        block_p //= 2
     masked = any(p % block_p or c % block_c for p, c in present)
     (pb1, cb1), (pb2, cb2) = cut()
     return programs(), (pb1, pb2, cb1, cb2), masked, (tiles, block_p, block_c)

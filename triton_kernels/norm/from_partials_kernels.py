@@ -10,7 +10,8 @@ import triton.language as tl
 
 from ..activations import activate_affine
 from ..runtime.dependent_launch import await_inputs
-from .coefficients import modulate, parameters
+from ..tf32 import as_operand
+from .coefficients import modulate, parameters, store_table
 from .statistics import group_moments
 
 
@@ -26,6 +27,7 @@ def norm_from_partials_kernel(
     shift_ptr,
     a_ptr,  # [N, HW, C1 + C2], out
     large_ptr,  # [N, HW, C1], out: x1, upsampled; or None
+    table_ptr,  # float32 [N, 4, C1 + C2], out; or None
     stride_scale,
     stride_shift,
     pixels1,  # that the partials describe
@@ -51,6 +53,7 @@ def norm_from_partials_kernel(
     BLOCK_G: tl.constexpr,  # at least as many groups as BLOCK_C channels belong to
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is written to a
 ):
     # last pixels first: L2 has those of x1 from its maker
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -86,7 +89,11 @@ def norm_from_partials_kernel(
     )  # fmt: skip
     group = offs_c // CG - first_group
     mean = tl.gather(mean, group, 0)
-    slope = g * tl.gather(1.0 / tl.sqrt(var + eps), group, 0)
+    rstd = tl.gather(1.0 / tl.sqrt(var + eps), group, 0)
+    slope = g * rstd
+    if table_ptr is not None:
+        if p0 == 0:
+            store_table(table_ptr + n * 4 * C + offs_c, C, mean, rstd, g, b, mask_c)
 
     a_ptrs = a_ptr + n * HW * C + offs_c
     large_ptrs = None
@@ -97,13 +104,13 @@ def norm_from_partials_kernel(
             following = _load_tile(x_ptrs, p0 + BLOCK_P, pixels, CH, mask_c, MASKED, BLOCK_P)
             _store_tile(
                 x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
-                ACT, SMALL_W, CORNERS, MASKED, BLOCK_P,
+                ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, TF32,
             )  # fmt: skip
             x = following
             p0 += BLOCK_P
     _store_tile(
         x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
-        ACT, SMALL_W, CORNERS, MASKED, BLOCK_P,
+        ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, TF32,
     )  # fmt: skip
 
 
@@ -143,13 +150,15 @@ def _store_tile(
     CORNERS: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     """act(norm(x)) of the tile."""
     offs_p = p0 + tl.arange(0, BLOCK_P)
     mask = (offs_p < pixels)[:, None] & mask_c[None, :] if MASKED else None
     # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
     a = x.to(tl.float32) - mean[None, :]
-    a = activate_affine(a, slope[None, :], b[None, :], ACT).to(a_ptrs.dtype.element_ty)
+    a = activate_affine(a, slope[None, :], b[None, :], ACT)
+    a = as_operand(a, a_ptrs.dtype.element_ty, TF32)
     if SMALL_W is None:
         tl.store(a_ptrs[None, :] + offs_p[:, None] * C, a, mask=mask)
     else:

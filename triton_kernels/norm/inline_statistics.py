@@ -27,8 +27,10 @@ from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
-from .inline_statistics_kernels import norm_apply_inline_kernel, norm_dx_inline_kernel
-from .passes import apply, apply_upsampled, cut, norm_dx
+from .from_partials import SumsConfig, launch_from_partials
+from .inline_statistics_kernels import norm_dx_inline_kernel
+from .pass_grid import channel_block
+from .passes import MIN_TILE, apply, apply_upsampled, cut, norm_dx
 from .tables import check_partials_of, covering_groups, norm_grad_table, norm_table, tiles_at_a_time
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -113,19 +115,13 @@ def norm_apply(
     for part, count, width in zip(partials, pixels, (c1, c2), strict=False):
         check_partials_of(part, count, n, width)
     c = c1 + c2
-    cg = c // num_groups
-    grid = cut(n, h * w, c1, c2, config, describe(x1.device))
-    groups = covering_groups(grid.block_c, c1 if c2 else 0, cg)
-    first, second = partials[0], partials[1] if x2 is not None else None
-    ks = first.shape[1], 1 if second is None else second.shape[1]
     table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
-    film = (scale, shift)
-    norm_apply_inline_kernel[(grid.programs,)](
-        x1, x2, first, second, weight, bias, *film, table, a, *map(row_stride, film),
-        pixels[0], pixels[-1], h * w, c1, c2, grid.k, grid.cb1, grid.cb, eps,
-        activation, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
-        tf32, num_warps=config.num_warps, **overlapping(x1.device, n * h * w),
+    block_c = channel_block(c1, c2)
+    launch_from_partials(
+        x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, scale, shift,
+        a, SumsConfig(block_c, *config), overlapping(x1.device, n * h * w), table=table, tf32=tf32,
+        wanted=describe(x1.device).busy, least_tile=MIN_TILE,
     )  # fmt: skip
     return a, table
 

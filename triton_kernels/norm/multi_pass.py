@@ -28,6 +28,7 @@ from ..registry.choose import select
 from ..registry.cost import CACHE, of_passes
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import NormSpec, dtype_name
+from ..runtime.dependent_launch import dependent_launches
 from ..runtime.device import Device, describe
 from .multi_pass_kernels import (
     group_norm_bwd_dx_kernel,
@@ -272,9 +273,10 @@ def _forward(_: MultiPass, xs: Halves, num_groups: int, eps: float, params: Para
     if hw == 0:
         return _empty((*x.shape[:3], c), dtype=x.dtype, device=x.device), stats
     partials = stream_partials(xs, num_groups)
-    weight, bias, *film = params
-    table = norm_table((partials,), (hw,), num_groups, weight, bias, eps, *film, stats_out=stats)
-    return apply(*xs, table, act), stats
+    args = (num_groups, *params[:2], eps, *params[2:])
+    with dependent_launches():  # as `following`
+        table = norm_table((partials,), (hw,), *args, stats_out=stats)
+        return apply(*xs, table, act), stats
 
 
 def _backward(

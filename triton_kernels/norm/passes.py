@@ -64,7 +64,7 @@ _UPSAMPLED_DX_CONFIGS = [
 ]
 
 _MIN_PIXELS = 4  # what norm_dx makes one of with upsample1
-_MIN_TILE = 1024  # eight elements a thread
+MIN_TILE = 1024  # eight elements a thread
 
 
 def _dx_configs(spec: NormSpec, gpu: Device) -> list[PassConfig]:
@@ -84,7 +84,7 @@ DX = Op(
 def cut(n: int, hw: int, c1: int, c2: int, config: PassConfig, gpu: Device) -> PassGrid:
     """How a pass over [N, HW, C1 + C2] is cut into programs: where there are few, into smaller
     tiles as well."""
-    return cut_pass(n, hw, c1, c2, config, gpu, min_pixels=_MIN_PIXELS, min_tile=_MIN_TILE)
+    return cut_pass(n, hw, c1, c2, config, gpu, min_pixels=_MIN_PIXELS, min_tile=MIN_TILE)
 
 
 def apply(

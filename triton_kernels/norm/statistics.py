@@ -131,18 +131,6 @@ def group_moments(
 
 
 @triton.jit
-def merge_channels(mean, var, there, eps, CG: tl.constexpr):
-    """mean and rstd of each group, [BLOCK_G], from mean and variance of its channels."""
-    # each channel of a group has as many pixels as the others, so that all weigh the same
-    group_mean = tl.sum(tl.where(there, mean, 0.0), 1, keep_dims=True) / CG
-    delta = tl.where(there, mean - group_mean, 0.0)
-    group_mean += tl.sum(delta, 1, keep_dims=True) / CG
-    delta = tl.where(there, mean - group_mean, 0.0)
-    group_var = tl.sum(tl.where(there, var + delta * delta, 0.0), 1) / CG
-    return tl.reshape(group_mean, [group_mean.shape[0]]), 1.0 / tl.sqrt(group_var + eps)
-
-
-@triton.jit
 def sum_tiles(
     partial_ptr,  # float32 [K, 2, C]
     C,
