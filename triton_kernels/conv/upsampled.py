@@ -8,6 +8,8 @@ products are made on the small image, see `conv.hopper.upsampled`.
 The filters of 2x2 taps are sums of those of 3x3, in float32, rounded once.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from ..activations import check_activation
 from ..registry.choose import select
+from ..registry.cost import Work
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import Device, describe
@@ -28,7 +31,6 @@ _BLOCK = 64  # channels of a program
 # Forward alone it is faster at 16 images, and with fewer not measured. A step makes the filters
 # anew: of 32 images it took 4.11 ms in place of 4.15, of 128 12.56 in place of 12.88.
 _FEWEST_IMAGES, _FEWEST_IN_STEP = 16, 32
-_COST = {256: 1.0, 128: 1.03, 64: 1.3}  # of a pixel, by the pixels of a tile, about
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -102,23 +104,27 @@ def upsampled_filters(
 # --- the two passes -------------------------------------------------------------------------------
 
 
-def _configs(spec: ConvSpec, gpu: Device, forward: bool = False) -> list[Tile]:
-    """First that with the shortest rounds of programs, by what a round takes. A tile is of pixels
-    of one kind, in an input gradient of small ones."""
-    tiles = [Tile(pixels) for pixels in gluon_upsampled.tiles(spec)]
-    written = spec.c if forward or spec.first is None else spec.first
+def _configs(spec: ConvSpec, gpu: Device) -> list[Tile]:
+    return [Tile(pixels) for pixels in gluon_upsampled.tiles(spec)]
+
+
+def _work(spec: ConvSpec, gpu: Device, tile: Tile, forward: bool = False) -> Work:
+    """What its programs do. A tile is of pixels of one kind, in an input gradient of small ones,
+    with the sums of 16 filters of 2x2 taps."""
+    co, ci = spec.of_filters
+    first = ci if spec.first is None else spec.first
+    written, terms = (co, 4 * first + 9 * (ci - first)) if forward else (first, 16 * co)
     small = spec.n * (spec.h // 2) * (spec.w // 2)
-    blocks = (4 if forward else 1) * small * (written // 64)
-
-    def time(tile: Tile) -> float:
-        rounds = triton.cdiv(blocks, tile.pixels * gpu.num_sms)
-        return rounds * tile.pixels * _COST[tile.pixels]
-
-    return [min(tiles, key=time), *tiles]
-
-
-def _forward_configs(spec: ConvSpec, gpu: Device) -> list[Tile]:
-    return _configs(spec, gpu, forward=True)
+    return Work(
+        tiles=triton.cdiv((4 if forward else 1) * small * (written // 64), tile.pixels),
+        resident=2,
+        products=64 * tile.pixels * terms,
+        fetched=(64 + tile.pixels) * terms * spec.itemsize,
+        steps=terms // 64,
+        written=64 * tile.pixels,
+        memory=spec.bytes,
+        grad=not forward,
+    )
 
 
 def _key(spec: ConvSpec) -> dict[str, Any]:
@@ -129,8 +135,15 @@ def _key(spec: ConvSpec) -> dict[str, Any]:
     return size | {"c1": first, "c2": ci - first, "co": co, "dtype": spec.dtype}
 
 
-_FORWARD = Kernel("upsampled", Tile, gluon_upsampled.refuse, _forward_configs)
-_GRAD = Kernel("upsampled", Tile, gluon_upsampled.refuse, _configs)
+_GRAD = Kernel(
+    "upsampled",
+    Tile,
+    gluon_upsampled.refuse,
+    _configs,
+    work=_work,
+    fitted_by=("pixels",),
+)
+_FORWARD = replace(_GRAD, work=partial(_work, forward=True))
 
 
 def _apart(spec: ConvSpec, gpu: Device) -> str | None:

@@ -18,6 +18,7 @@ _NAMES = {
 # Images up to which kernels were measured that have few programs, each of which asks for all that
 # it reads at once. They are for evaluations of one image, and refuse more than these.
 FEW_IMAGES = 4
+WHOLE_PIXELS = 256  # of an image whose groups a norm reads whole, and may add parts of
 _BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
 
 

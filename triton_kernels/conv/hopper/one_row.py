@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...hopper.descriptors import BARRIERS, SUPPORTED, in_boxes
 from ...registry.cost import Work
-from ...registry.spec import FEW_IMAGES, ConvSpec
+from ...registry.spec import WHOLE_PIXELS, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from .operands import Operands, filters_in_boxes
@@ -26,7 +26,6 @@ if SUPPORTED:
 
 _WIDTHS = (16, 32, 64)  # pixels of a row
 _MOST_PIXELS = 64  # of a tile
-_PARTS_PIXELS = 256  # of an image
 _FILTERS = 3 * 64 * 128  # bytes of a unit
 
 
@@ -35,8 +34,6 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     room at once."""
     if reason := refuse_3x3(spec, gpu, _WIDTHS):
         return reason
-    if spec.n > FEW_IMAGES:
-        return f"{spec.n} images are more than {FEW_IMAGES}"
     if not 0 < _programs(spec) <= gpu.num_sms:
         return f"{_programs(spec)} programs for {gpu.num_sms} multiprocessors"
     units = -(-3 * spec.k // 64 // count_parts(spec, gpu)) + sum(spec.extra) // 64
@@ -49,7 +46,7 @@ def count_parts(spec: ConvSpec, gpu: Device) -> int:
     but hardly more, and twice as many programs find room; of images that the norm behind it reads
     whole."""
     held, units = _held(spec, gpu), 3 * spec.k // 64
-    small = spec.h * spec.w <= _PARTS_PIXELS
+    small = spec.h * spec.w <= WHOLE_PIXELS
     room = 2 * _programs(spec) <= gpu.num_sms
     return 2 if small and room and held + 2 < units <= 2 * held else 1
 

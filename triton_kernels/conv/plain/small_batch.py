@@ -26,7 +26,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.cost import Work
-from ...registry.spec import ConvSpec
+from ...registry.spec import FEW_IMAGES, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.layout import row_stride
@@ -37,7 +37,7 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 _DEEPEST = 512  # terms of a product: 64 registers of a thread for filters, 64 for pixels
 _MAX_PARTS = 16
-EARLY_IMAGES, _MAX_PIXELS = 4, 1024  # of 16 images a loop over tiles is faster
+_MAX_PIXELS = 1024  # of all images; with more a loop over tiles is faster
 _LARGE = 4096  # pixels of images whose programs take 64 of them, for fewer partial sums,
 _LONG = 1024  # unless their sums are of more terms than this
 
@@ -230,8 +230,8 @@ def _work(spec: ConvSpec, config: EarlyConfig, terms: int, rounds: int, parts: i
 def refuse_split(spec: ConvSpec) -> str | None:
     """Why `split_early` should not do it: images are to be few, and registers to hold a tile of
     numbers of this size."""
-    if spec.n > EARLY_IMAGES or spec.n * spec.h * spec.w > _MAX_PIXELS:
-        return f"it does {EARLY_IMAGES} images and {_MAX_PIXELS} pixels at most"
+    if spec.n > FEW_IMAGES or spec.n * spec.h * spec.w > _MAX_PIXELS:
+        return f"it does {FEW_IMAGES} images and {_MAX_PIXELS} pixels at most"
     wrong = spec.itemsize != 2 or spec.k % 16
     return "it does numbers of 16 bits, and channels by 16" if wrong else None
 
@@ -239,8 +239,8 @@ def refuse_split(spec: ConvSpec) -> str | None:
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why `conv_early` should not do it: all programs have to find a multiprocessor each at once,
     and their tiles to divide the images."""
-    if spec.n > EARLY_IMAGES or spec.itemsize != 2 or spec.k % 16 or not gpu.tma:
-        return f"it does {EARLY_IMAGES} images at most, in 16 bits, of channels by 16, with TMA"
+    if spec.n > FEW_IMAGES or spec.itemsize != 2 or spec.k % 16 or not gpu.tma:
+        return f"it does {FEW_IMAGES} images at most, in 16 bits, of channels by 16, with TMA"
     config = whole_config(spec)
     pixels, (co, _) = spec.h * spec.w, spec.of_filters
     if pixels % config.block_m:

@@ -21,12 +21,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...registry.choose import select
 from ...registry.cost import HOPPER, Work
 from ...registry.kernel import Kernel, Op, configures
-from ...registry.spec import ConvSpec
+from ...registry.spec import FEW_IMAGES, ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device, describe
 from ..fused_spec import forward_spec
 from ..hopper import one_row
-from .small_batch import EARLY_IMAGES, refuse_split, split_early, split_work
+from .small_batch import refuse_split, split_early, split_work
 from .tma import tile_origin
 from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
 
@@ -341,7 +341,7 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
     block_c, block_m, block_k, *_ = _TILES[0]
     programs = _programs(spec, block_c, block_m)
     # of Hopper's chains a product takes less than half as long (`conv.hopper.tile_mma`)
-    quick = gpu.hopper and spec.n > EARLY_IMAGES
+    quick = gpu.hopper and spec.n > FEW_IMAGES
     if programs > gpu.num_sms // (4 if quick else 1):
         return f"{programs} whole tiles keep {gpu.num_sms} multiprocessors busy"
     if spec.h * spec.w > _MAX_PIXELS:
