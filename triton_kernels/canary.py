@@ -47,12 +47,20 @@ def kernels_off(device: torch.device) -> list[str]:
     ]
 
 
-@lru_cache
-def _try(device: torch.device) -> None:
+def settle_compiler(device: torch.device) -> None:
+    """Choose the assembler for this GPU, and switch off kernels that this Triton cannot compile:
+    what is known without a launch, and what kernels that are compiled ahead depend on.
+
+    Raises ValueError if TRITON_KERNELS_OFF names a kernel that there is not."""
     if describe(device).arch == 90:
         prefer_older_ptxas()
     if describe(device).hopper and MISSING is not None:
         switch_off("hopper", f"Triton lacks what they use ({MISSING})")
+
+
+@lru_cache
+def _try(device: torch.device) -> None:
+    settle_compiler(device)
     why = None
     for family in CONFIGS:
         if not getattr(describe(device), family, family == "plain"):

@@ -4,10 +4,10 @@ import atexit
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import yaml
@@ -29,10 +29,10 @@ from ..plan.embedding import TOGETHER
 from ..plan.step.network import TrainingUNet
 from ..policies.task import LOADERS, PolicyTask
 from ..process.timesteps import LossAwareTimesteps
-from ..runtime.backend import Backend, choose_backend, determinism
+from ..runtime.backend import Backend, determinism, tried, untried_backend
 from ..runtime.distributed import Processes, choose_device, own_rank
 from ..runtime.host import threads_are_ours, threads_chosen
-from ..runtime.precompile import TRAINED, compile_ahead, described, prepare
+from ..runtime.precompile import TRAINED, compiling_ahead, described, prepare
 from ..runtime.startup import START_UP
 from ..settings import NEUTRAL, check_keys, construct, flattened, shown
 from ..tracking.environment import environment, note_environment
@@ -123,15 +123,14 @@ def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> floa
 def _train(
     config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep: bool, lock: RunLock
 ) -> float:
-    optim = construct(OptimizerSettings, config["optim"], "optim")
+    construct(OptimizerSettings, config["optim"], "optim")  # wrong settings show at once
     process = construct(Process, config["diffusion"], "diffusion")
     START_UP.reached("imports")
     device = choose_device(config["device"])
     if config["backend"] != "torch":
         prepare(device)
     START_UP.reached("device")
-    backend = choose_backend(config["backend"], settings.precision, device)
-    START_UP.reached("trying the kernels" if backend.name == "triton" else "backend")
+    backend = untried_backend(config["backend"], settings.precision, device)
     make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
     if make_task is ImageTask:
         config = config | {"model": ImageTask.settled(config["dataset"], config["model"])}
@@ -158,24 +157,17 @@ def _train(
     _check_init(settings, resume_from)
     task: Task = make_task(config["dataset"], config["model"])
     START_UP.reached("data")
-    torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
-    model = task.build_model(process, backend, device)
-    if settings.init is not None and resume_from is None:
-        load_initial(settings.init, model)
-    model.train()
-    flat = FlatParameters(model, together=TOGETHER)
-    optimizer = Optimizer(flat, optim, backend)
-    stored: dict[str, Any] = {}
-    if resume_from is not None:
-        stored, _ = read_state(resume_from)
-        task.check_resumed(stored)
-        load_into(resume_from, flat)
-        if device.type == "cpu" and "threads" in stored and threads_are_ours():
-            torch.set_num_threads(stored["threads"])  # of which sums on a CPU depend
-        optimizer.skipped.fill_(stored.get("skipped_steps", 0))
-    step = build_step(model, flat, optimizer, task.samples, task.flip, process, settings, processes)
-    if resume_from is not None and step.objective.timesteps is not None:
-        _load_timesteps(resume_from, step.objective.timesteps)
+    built = _built(config, settings, process, task, backend, device, processes, resume_from)
+    START_UP.reached("network")
+    with _compiling_ahead(config, settings, built.step, task):
+        right = tried(backend, device, required=config["backend"] == "triton")
+        START_UP.reached("trying the kernels" if backend.name == "triton" else "backend")
+    START_UP.reached("compiling kernels")
+    processes.wait()  # for the first of each machine, which compiles
+    if right != backend:
+        backend, built = right, None  # the memory of one at a time
+        built = _built(config, settings, process, task, backend, device, processes, resume_from)
+    model, flat, step, stored = built
     show = _averaged(flat, task.preview(model, process, settings, device))
     score = _averaged(flat, task.score(model, process, settings, device, processes))
     held_out = None
@@ -224,9 +216,6 @@ def _train(
                 aside = set_newer_aside(resume_from, run_dir)
             for path in aside:
                 _say(f"note: a later checkpoint of the run is now {path}")
-        START_UP.reached("network")
-        _compile_ahead(config, settings, step, task, processes)
-        START_UP.reached("compiling kernels")
         trainer = Trainer(
             step,
             show,
@@ -243,6 +232,47 @@ def _train(
         with writing(run_dir):
             results = trainer.run(start, stored.get("interval"))
         return results.get(metric, float("nan"))
+
+
+class _Built(NamedTuple):
+    """What is trained."""
+
+    model: nn.Module
+    flat: FlatParameters
+    step: TrainStep
+    stored: dict[str, Any]  # the state of the checkpoint that it goes on from
+
+
+def _built(
+    config: dict[str, Any],
+    settings: TrainSettings,
+    process: Process,
+    task: Task,
+    backend: Backend,
+    device: torch.device,
+    processes: Processes,
+    resume_from: Path | None,
+) -> _Built:
+    """The network and its step, as the run begins or goes on. No kernel is launched."""
+    torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
+    model = task.build_model(process, backend, device)
+    if settings.init is not None and resume_from is None:
+        load_initial(settings.init, model)
+    model.train()
+    flat = FlatParameters(model, together=TOGETHER)
+    optimizer = Optimizer(flat, construct(OptimizerSettings, config["optim"], "optim"), backend)
+    stored: dict[str, Any] = {}
+    if resume_from is not None:
+        stored, _ = read_state(resume_from)
+        task.check_resumed(stored)
+        load_into(resume_from, flat)
+        if device.type == "cpu" and "threads" in stored and threads_are_ours():
+            torch.set_num_threads(stored["threads"])  # of which sums on a CPU depend
+        optimizer.skipped.fill_(stored.get("skipped_steps", 0))
+    step = build_step(model, flat, optimizer, task.samples, task.flip, process, settings, processes)
+    if resume_from is not None and step.objective.timesteps is not None:
+        _load_timesteps(resume_from, step.objective.timesteps)
+    return _Built(model, flat, step, stored)
 
 
 def _averaged(flat: FlatParameters, look: Callable[[], R] | None) -> Callable[[], R] | None:
@@ -287,18 +317,14 @@ def _load_timesteps(checkpoint: Path, timesteps: LossAwareTimesteps) -> None:
         raise ConfigError(f"{checkpoint / 'timesteps.safetensors'}: {error}") from error
 
 
-def _compile_ahead(
-    config: dict[str, Any],
-    settings: TrainSettings,
-    step: TrainStep,
-    task: Task,
-    processes: Processes,
-) -> None:
+def _compiling_ahead(
+    config: dict[str, Any], settings: TrainSettings, step: TrainStep, task: Task
+) -> AbstractContextManager[None]:
     """So that the first step does not take minutes. Not for images layer by layer, where PyTorch's
     ops take part, which are slow in a rehearsal of many pixels."""
     quick = isinstance(step.network, TrainingUNet) or config["model"]["name"] in POLICY_MODELS
     if step.objective.backend.name != "triton" or not quick:
-        return
+        return nullcontext()
     keys = ("accumulate", "precision", "recompute")
     values = getattr(task.samples, "values", None)  # actions have none
     given = getattr(task.samples, "condition", None)
@@ -321,8 +347,8 @@ def _compile_ahead(
     if isinstance(task, ImageTask) and settings.sample_count:
         job["preview"] = {"count": settings.sample_count, "steps": settings.sample_steps}
     parameters = step.flat.param
-    compile_ahead("train", job, job, parameters.device, TRAINED * parameters.numel())
-    processes.wait()  # for the first of each machine, which compiles
+    memory = TRAINED * parameters.numel()
+    return compiling_ahead("train", job, job, parameters.device, memory)
 
 
 def _describe(

@@ -12,7 +12,7 @@ import torch
 
 import triton_kernels
 from triton_kernels import reference
-from triton_kernels.canary import kernels_off
+from triton_kernels.canary import kernels_off, settle_compiler
 from triton_kernels.runtime.cache_keys import settle_cache_folder, settle_cache_keys
 from triton_kernels.runtime.device import on_gpu
 
@@ -58,9 +58,17 @@ def choose_backend(
 ) -> Backend:
     """Resolve `auto` (triton on CUDA, torch elsewhere). Sets, for the whole process, PyTorch's TF32
     switches to match the precision and, for the kernels, what Triton's cache keys depend on
-    (`settle_cache_keys`) and the folder of its cache; `determinism` puts the switches back.
-    `setting` is what the user calls the precision. On a GPU the kernels are tried first, and a line
-    of the log names those that are off; where none is right, `auto` is torch."""
+    (`settle_cache_keys`), the folder of its cache and its assembler; `determinism` puts the
+    switches back. `setting` is what the user calls the precision. On a GPU the kernels are tried
+    first, and a line of the log names those that are off; where none is right, `auto` is torch."""
+    return tried(untried_backend(name, precision, device, setting), device, name == "triton")
+
+
+def untried_backend(
+    name: str, precision: str, device: torch.device, setting: str = "train.precision"
+) -> Backend:
+    """As `choose_backend`, for a caller who passes the result to `tried` before anything is
+    launched: trying takes seconds where nothing is compiled yet."""
     if name not in ("auto", "triton", "torch"):
         raise ConfigError(f"backend={name} is unknown; choose one of auto, triton, torch")
     if precision not in PRECISIONS:
@@ -72,13 +80,14 @@ def choose_backend(
         raise ConfigError(
             f"backend=triton needs a CUDA device, and device is {device}; use backend=auto or torch"
         )
-    if name == "triton" or (name == "auto" and on_gpu(device)):
+    if name == "auto":
+        name = "triton" if on_gpu(device) else "torch"
+    if name == "triton":
         settle_cache_folder()
         settle_cache_keys()  # before the first kernel, which trying them launches
-    if name == "auto":
-        name = "triton" if on_gpu(device) and _tried(device, required=False) else "torch"
-    elif name == "triton":
-        _tried(device, required=True)
+        if device.type == "cuda":  # not in a rehearsal, which stands for a GPU
+            with _wrong_names():
+                settle_compiler(device)
     if name == "triton" and interpreted and precision == "bf16":
         raise ConfigError("Triton's interpreter computes bf16 wrongly; use fp32")
     allow_tf32 = precision != "fp32"
@@ -88,6 +97,24 @@ def choose_backend(
     return Backend(name, ops, PRECISIONS[precision], allow_tf32)
 
 
+def tried(backend: Backend, device: torch.device, required: bool) -> Backend:
+    """The backend, if there are kernels that compute on this device what they should; otherwise
+    torch, or where the kernels are `required` a ConfigError."""
+    if backend.name != "triton" or device.type != "cuda":  # the interpreter, or a rehearsal
+        return backend
+    try:
+        with _wrong_names():
+            off = kernels_off(device)
+    except RuntimeError as error:
+        if required:
+            raise ConfigError(f"backend=triton cannot be used here: {error}") from None
+        log.warning("backend=torch is used, which is slower: %s", error)
+        return replace(backend, name="torch", ops=reference)
+    for line in off:
+        log.warning("%s", line)
+    return backend
+
+
 @lru_cache  # every layer asks
 def following(device: torch.device, on_a_gpu: str, elsewhere: str) -> Backend:
     """What `auto` is there, in one of two precisions; it follows a network that moves."""
@@ -95,22 +122,13 @@ def following(device: torch.device, on_a_gpu: str, elsewhere: str) -> Backend:
     return replace(choose_backend("auto", precision, device), follows=(on_a_gpu, elsewhere))
 
 
-def _tried(device: torch.device, required: bool) -> bool:
-    """Whether there are kernels that compute on this device what they should."""
-    if device.type != "cuda":  # the interpreter, or a rehearsal
-        return True
+@contextmanager
+def _wrong_names() -> Iterator[None]:
+    """A kernel that there is not, in TRITON_KERNELS_OFF, is the user's mistake."""
     try:
-        off = kernels_off(device)
+        yield
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    except RuntimeError as error:
-        if required:
-            raise ConfigError(f"backend=triton cannot be used here: {error}") from None
-        log.warning("backend=torch is used, which is slower: %s", error)
-        return False
-    for line in off:
-        log.warning("%s", line)
-    return True
 
 
 def precision_on(device: torch.device, trained: str) -> str:

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -69,21 +70,39 @@ def compile_ahead(
 ) -> None:
     """Compile what the job launches, if that has not been done before, and show how far it is.
     Only where Triton compiles for a GPU, and in the first process of a machine."""
-    if not _may_compile(device):
-        return
-    count = _processes(memory)
-    if count < _LEAST:
-        return
-    done = _done_file(job, shapes, device)
-    try:
-        done.parent.mkdir(parents=True, exist_ok=True)
-        with done.open("a+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # the jobs of a sweep may begin together
-            if os.fstat(file.fileno()).st_size == 0:
-                _run(job, settings, device, count)
+    with compiling_ahead(job, settings, shapes, device, memory):
+        pass
+
+
+@contextmanager
+def compiling_ahead(
+    job: str,
+    settings: dict[str, Any],
+    shapes: dict[str, Any],
+    device: torch.device,
+    memory: int = 0,
+) -> Iterator[None]:
+    """As `compile_ahead`, while the block runs, which may switch kernels off; behind it all that is
+    needed at once is compiled. An exception in the block ends the compiling."""
+    with ExitStack() as stack:
+        order = None
+        if _may_compile(device) and (count := _processes(memory)) >= _LEAST:
+            done = _done_file(job, shapes, device)
+            try:
+                done.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(done.open("a+"))
+                fcntl.flock(file, fcntl.LOCK_EX)  # the jobs of a sweep may begin together
+                if os.fstat(file.fileno()).st_size == 0:
+                    order = _Order(job, settings, device, count)
+                    stack.callback(order.give_up)
+            except OSError as error:
+                log.info("kernels are compiled at their first launch, one at a time: %s", error)
+        yield
+        if order is not None:
+            order.follow()
+            with suppress(OSError):  # the disk is full: it is compiled already, and looked up again
                 file.write(time.strftime("%F %T\n"))  # once, whatever came of it
-    except OSError as error:
-        log.info("kernels are compiled at their first launch, one at a time: %s", error)
+                file.flush()
 
 
 def described(x: Tensor | None) -> dict[str, Any] | None:
@@ -139,32 +158,59 @@ def _rough(settings: Any) -> Any:
     return settings != 0 if isinstance(settings, float) else settings
 
 
-def _run(job: str, settings: dict[str, Any], device: torch.device, count: int) -> None:
-    global _waiting
-    began = time.monotonic()
-    tqdm.write(f"compiling kernels with {count} processes, once for these shapes")
-    worker, _waiting = _waiting or _Worker(), None
-    # it may have begun before the canary chose an assembler, or switched a family of kernels off
-    variables = {key: value for key, value in os.environ.items() if key.startswith("TRITON_")}
-    worker.order(
-        {
-            "job": job,
-            "settings": settings,
-            "gpu": tuple(describe(device)),
-            "processes": count,
-            "environment": variables,
-        }
-    )
-    # None: shown on a terminal only
-    with tqdm(total=0, unit="kernel", dynamic_ncols=True, disable=None, leave=False) as bar:
-        done, needed = _follow(worker.process.stdout, bar, began, count)
-    seconds = time.monotonic() - began
-    if done < needed or needed == 0:
-        said = worker.end()
-        log.warning(
-            "compiling failed; other kernels compile at their first launch: %s", said[-2000:]
+class _Order:
+    """A job that a worker is compiling."""
+
+    def __init__(
+        self, job: str, settings: dict[str, Any], device: torch.device, count: int
+    ) -> None:
+        self._job, self._settings, self._device, self._count = job, settings, device, count
+        self._began = time.monotonic()
+        tqdm.write(f"compiling kernels with {count} processes, once for these shapes")
+        self._give()
+
+    def _give(self) -> None:
+        global _waiting
+        self._worker, _waiting = _waiting or _Worker(), None
+        # it may have begun before an assembler was chosen, or a family of kernels switched off
+        self._environment = _of_triton()
+        self._worker.order(
+            {
+                "job": self._job,
+                "settings": self._settings,
+                "gpu": tuple(describe(self._device)),
+                "processes": self._count,
+                "environment": self._environment,
+            }
         )
-    tqdm.write(f"{done} kernels in {seconds:.0f} s")
+
+    def follow(self) -> None:
+        """Show how far it is until what is needed at once is compiled. If kernels have been
+        switched off since it was ordered, others take their place, and it begins again."""
+        if self._environment != _of_triton():
+            self._worker.end()
+            self._give()
+        # None: shown on a terminal only
+        with tqdm(total=0, unit="kernel", dynamic_ncols=True, disable=None, leave=False) as bar:
+            lines = self._worker.process.stdout
+            done, needed = _follow(lines, bar, self._began, self._count)
+        if done < needed or needed == 0:
+            said = self._worker.end()
+            log.warning(
+                "compiling failed; other kernels compile at their first launch: %s", said[-2000:]
+            )
+        tqdm.write(f"{done} kernels in {time.monotonic() - self._began:.0f} s")
+        self._worker = None  # it goes on with what is needed later
+
+    def give_up(self) -> None:
+        """If nobody has followed it."""
+        if self._worker is not None:
+            self._worker.end()
+
+
+def _of_triton() -> dict[str, str]:
+    """Triton's variables of the environment, and those of the kernels."""
+    return {key: value for key, value in os.environ.items() if key.startswith("TRITON_")}
 
 
 class _Worker:

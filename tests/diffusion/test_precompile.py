@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -197,6 +198,64 @@ def test_the_worker_starts_early_where_nothing_is_compiled(worker, monkeypatch):
     started[0].end()
 
 
+ORDERED = """
+import json, os, sys, time
+order = json.load(sys.stdin)
+with open(os.environ["TRITON_CACHE_DIR"] + ".orders", "a") as file:
+    print(order["environment"].get("TRITON_KERNELS_OFF", "nothing"), file=file)
+print(1, 1)
+print(0, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def orders(worker, tmp_path, monkeypatch):
+    """What is switched off in each order that a worker has begun."""
+    monkeypatch.delenv("TRITON_KERNELS_OFF", raising=False)
+    worker.append(ORDERED)
+    file = tmp_path / "cache.orders"
+
+    def listed():
+        return file.read_text().split() if file.exists() else []
+
+    return listed
+
+
+def compiling(shapes=0):
+    return ahead.compiling_ahead("train", {"lr": 0.1}, {"shapes": shapes}, CUDA)
+
+
+def test_kernels_are_compiled_while_others_are_tried(orders, capsys):
+    with compiling():
+        assert "with 4 processes" in capsys.readouterr().out
+        for _ in range(600):  # the worker begins before the block ends
+            if orders():
+                break
+            time.sleep(0.1)
+        assert orders() == ["nothing"]
+    assert "1 kernels in" in capsys.readouterr().out
+    with compiling():
+        assert capsys.readouterr().out == ""
+    assert orders() == ["nothing"]
+
+
+def test_what_is_switched_off_meanwhile_is_compiled_without(orders, monkeypatch, capsys):
+    with compiling():
+        monkeypatch.setenv("TRITON_KERNELS_OFF", "hopper")
+    assert orders()[-1] == "hopper" and "1 kernels in" in capsys.readouterr().out
+
+
+def test_nothing_goes_on_where_no_kernel_is_right(orders, capsys):
+    """The next job of a sweep is in the same process, and may want the same kernels."""
+    with pytest.raises(ConfigError, match="cannot be used"), compiling():
+        raise ConfigError("backend=triton cannot be used here")
+    assert "kernels in" not in capsys.readouterr().out
+    with compiling():
+        assert "with 4 processes" in capsys.readouterr().out
+    assert "1 kernels in" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("code", ["raise RuntimeError('no ptxas')", "import sys; sys.exit(3)"])
 def test_a_worker_that_fails_does_no_harm(code, worker, caplog):
     worker.append(code)
@@ -248,11 +307,15 @@ def test_names_of_kernels_are_settled_before_the_first_is_tried(monkeypatch):
     """Else those that trying them launches have other names in the cache than the worker's."""
     order = []
     monkeypatch.setattr(backend, "settle_cache_keys", lambda: order.append("settled"))
+    monkeypatch.setattr(backend, "settle_compiler", lambda device: order.append("assembler"))
     monkeypatch.setattr(backend, "kernels_off", lambda device: order.append("tried") or [])
     for name in ("auto", "triton"):
         order.clear()
         assert backend.choose_backend(name, "fp32", CUDA).name == "triton"
-        assert order == ["settled", "tried"]
+        assert order == ["settled", "assembler", "tried"]
+        order.clear()
+        assert backend.untried_backend(name, "fp32", CUDA).name == "triton"
+        assert order == ["settled", "assembler"]
     order.clear()
     assert backend.choose_backend("auto", "fp32", torch.device("cpu")).name == "torch"
     assert backend.choose_backend("torch", "fp32", CUDA).name == "torch" and order == []

@@ -1,5 +1,6 @@
 """What a run refuses, when it refuses it, and what is left of it then."""
 
+import dataclasses
 import errno
 import io
 import threading
@@ -83,6 +84,27 @@ def test_class_folders_are_counted_before_an_image_is_decoded(tmp_path, monkeypa
         run(tmp_path / "run", *options)
     with pytest.raises(ConfigError, match="has no labels"):
         run(tmp_path / "run", *options, "dataset.classes=false")
+
+
+def test_where_no_kernel_is_right_the_network_is_built_again(tmp_path, monkeypatch):
+    """The same run as with backend=torch: kernels are tried when there is a network already."""
+    expected = train(composed("train.steps=1", *TINY, "backend=torch"), tmp_path / "torch")
+    right = training.untried_backend
+    wanted = []
+
+    def untried(name, precision, device):
+        found = right(name, precision, device)
+        return dataclasses.replace(found, name="triton")  # its ops are torch's
+
+    def none(backend, device, required):
+        wanted.append((backend.name, required))
+        return dataclasses.replace(backend, name="torch")
+
+    monkeypatch.setattr(training, "untried_backend", untried)
+    monkeypatch.setattr(training, "tried", none)
+    found = train(composed("train.steps=1", *TINY, "backend=auto"), tmp_path / "auto")
+    assert found == expected and wanted == [("triton", False)]
+    assert "backend torch" in (tmp_path / "auto/train.log").read_text()
 
 
 def test_weights_of_the_loss(tmp_path):

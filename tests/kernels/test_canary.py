@@ -165,6 +165,10 @@ def test_an_unknown_family_in_the_environment_is_named(monkeypatch):
 
 
 class TestBackend:
+    @pytest.fixture(autouse=True)
+    def without_a_gpu(self, monkeypatch):
+        monkeypatch.setattr(backend, "settle_compiler", lambda device: None)
+
     def test_what_is_off_is_logged_once_a_choice(self, monkeypatch, caplog):
         monkeypatch.setattr(backend, "kernels_off", lambda device: ["these are off: why; cost"])
         with caplog.at_level(logging.WARNING):
@@ -180,6 +184,14 @@ class TestBackend:
         assert "backend=torch is used, which is slower: no kernel" in caplog.messages[0]
         with pytest.raises(ConfigError, match="backend=triton cannot be used here: no kernel"):
             backend.choose_backend("triton", "tf32", GPU)
+
+    def test_an_unknown_name_is_the_users_mistake(self, monkeypatch):
+        def unknown(device):
+            raise ValueError("TRITON_KERNELS_OFF has gluon")
+
+        monkeypatch.setattr(backend, "settle_compiler", unknown)
+        with pytest.raises(ConfigError, match="TRITON_KERNELS_OFF has gluon"):
+            backend.choose_backend("auto", "tf32", GPU)
 
     def test_a_cpu_is_not_tried(self, monkeypatch):
         monkeypatch.setattr(backend, "kernels_off", lambda device: pytest.fail("tried"))
