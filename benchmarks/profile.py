@@ -69,9 +69,9 @@ _BY_KERNEL = (
     (
         "norm",
         r"group_?norm|^norm_|^_segment_sums|^_activation_grad|^_skip_dx"
-        r"|^sum_parts|^_join_kernel|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
+        r"|^_sum_parts_|^_join_kernel|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
     ),
-    ("resample", r"^_(gather|spread)_kernel|^resample|pool|upsample|interpolate"),
+    ("resample", r"^_(gather|spread)_kernel|^_?resample|pool|upsample|interpolate"),
     (
         "elementwise",
         r"^_cast_kernel|^_pad_channels|^_sum_taps|^_sinusoids|^_begin_step|elementwise|CatArray|memcpy|memset|native::reduce_kernel",

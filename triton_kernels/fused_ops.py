@@ -39,6 +39,7 @@ from .conv.fused import (
 from .conv.norm_conv import NORM_CONV, norm_conv, norm_conv_of_two
 from .conv.plain.pad_channels import pad_channels
 from .conv.plain.split_k import CONV_SPLIT, conv_split
+from .conv.plain.split_k_sum import resample_parts, sum_parts
 from .conv.skip_dx import skip_dx
 from .conv.stride2 import conv_down, conv_down_input_grad
 from .conv.upsampled import (
@@ -60,10 +61,10 @@ from .norm.activation_grad import activation_grad
 from .norm.from_partials import SMALL_NORM, norm_of_sums, norm_of_sums_upsampled
 from .norm.inline_statistics import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
 from .norm.passes import apply, apply_upsampled, norm_dx
-from .norm.single_cta import NORM_SINGLE_CTA, norm_single_cta, resample_parts, sum_parts
-from .norm.tables import bias_grad, norm_grad_table, norm_table, tensor_partials
+from .norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
+from .norm.tables import norm_grad_table, norm_table, tensor_partials
 from .reductions.column_sum import column_rows
-from .reductions.row_sums import RowSums
+from .reductions.row_sums import RowSums, bias_grad
 from .resample.op import gather, spread, spread_add
 
 __all__ = [

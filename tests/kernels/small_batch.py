@@ -11,6 +11,9 @@ from triton_kernels.conv.plain import (
 from triton_kernels.conv.plain import (
     split_k as conv_split,
 )
+from triton_kernels.conv.plain import (
+    split_k_sum,
+)
 from triton_kernels.embedding import begin_step
 from triton_kernels.norm import (
     from_partials as norm_of_sums,
@@ -39,6 +42,7 @@ MODULES = (
     conv_early,
     conv_one_row,
     conv_split,
+    split_k_sum,
     norm_small_batch,
     norm_of_sums,
     norm_tables,

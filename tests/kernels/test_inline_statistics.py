@@ -176,7 +176,7 @@ def _backward(case, k, config=ONE, rows=True, in_place=False, kx=1, **options):
     )
     assert (added is not None) == rows and (out is None or got["dx1"] is out)
     if rows:
-        norm_tables.bias_grad(added, got["sums"], True, sums)
+        row_sums.bias_grad(added, got["sums"], True, sums)
     sums.flush()
     return got
 

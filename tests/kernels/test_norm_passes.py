@@ -178,7 +178,7 @@ def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False,
     if sums is None:
         work = torch.full((n, (2 + one) * c), torch.nan, device=dz.device)
         coeff = norm_tables.norm_grad_table(*of_dz, None, None, rows_out=work, **options)
-        norm_tables.bias_grad(work, flat[: work.shape[1]], accumulate)
+        row_sums.bias_grad(work, flat[: work.shape[1]], accumulate)
     else:
         options |= {"bias_grad_out": got["conv_bias"]} if one else {}
         grads = got["weight"], got["bias"]
@@ -187,7 +187,7 @@ def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False,
     *dx, rows = norm_passes.norm_dx(
         dz, halves[0], second_half(halves), coeff, add1, add2, second, sums=sums or True
     )
-    norm_tables.bias_grad(rows, got["sums"], accumulate, sums)
+    row_sums.bias_grad(rows, got["sums"], accumulate, sums)
     return got | {f"dx{i + 1}": d for i, d in enumerate(dx) if d is not None}
 
 
@@ -295,9 +295,9 @@ def test_one_launch_over_many_rows(device):
 @pytest.mark.parametrize("count", [0, 1, 256, 320, 1025])
 def test_bias_grad(count, device):
     rows, out = randn(count, 40, device=device), torch.ones(40, device=device)
-    norm_tables.bias_grad(rows, out, accumulate=True)
+    row_sums.bias_grad(rows, out, accumulate=True)
     assert_near("accumulated", out, 1 + rows.double().sum(0))
-    norm_tables.bias_grad(rows, out)
+    row_sums.bias_grad(rows, out)
     assert_near("overwritten", out, rows.double().sum(0))
 
 

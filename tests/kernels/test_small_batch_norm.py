@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
+from triton_kernels.conv.plain import split_k_sum
 from triton_kernels.conv.plain.split_k import SplitConv
 from triton_kernels.norm import (
     from_partials as norm_of_sums,
@@ -129,7 +130,7 @@ def test_norm_whole_of_a_convolution_in_parts(case, dtype, device):
     )
     low, _ = fused_reference.norm_single_cta(y, x2, groups, weight, bias, EPS, "silu")
     close(a, exact, low)
-    torch.testing.assert_close(norm_single_cta.sum_parts(split)[0], y, rtol=0, atol=0)
+    torch.testing.assert_close(split_k_sum.sum_parts(split)[0], y, rtol=0, atol=0)
     again, none = norm_single_cta.norm_single_cta(
         split, x2, groups, weight, bias, EPS, "silu", keep=False
     )
@@ -142,8 +143,8 @@ def test_norm_whole_of_a_convolution_in_parts(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_resampling_of_a_convolution_in_parts(shape, up, dtype, device):
     split, *_ = split_of((*shape, 0, 8), dtype, device)
-    y, resampled, partials = norm_single_cta.resample_parts(split, up)
-    again, sums = norm_single_cta.sum_parts(split)
+    y, resampled, partials = split_k_sum.resample_parts(split, up)
+    again, sums = split_k_sum.sum_parts(split)
     torch.testing.assert_close(y, again, rtol=0, atol=0)
     if shape[1:3] == (16, 16):
         assert partials.shape[1] == 4
@@ -308,7 +309,7 @@ def test_norms_of_the_model_s_shapes(case, device):
         close(norm_single_cta.norm_single_cta(x1, x2, *arguments)[0], exact, low)
         close(norm_of_sums.norm_of_sums(x1, x2, partials, pixels, *arguments), exact, low)
         a, y = norm_single_cta.norm_single_cta(split, x2, *arguments)
-        assert torch.equal(y, norm_single_cta.sum_parts(split)[0])
+        assert torch.equal(y, split_k_sum.sum_parts(split)[0])
         close(a, *[
             fused_reference.norm_single_cta(
                 *as_double(y, x2), groups, *as_double(weight, bias), EPS, "silu"

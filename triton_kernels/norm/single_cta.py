@@ -1,15 +1,12 @@
 """GroupNorm and activation in one launch, where a second would cost more than it computes.
 
-    norm_single_cta  x -> a, whole groups of an image in registers; x may be a convolution in parts
-    sum_parts        a convolution in parts -> y and its partials
-    resample_parts   the same, and y upsampled or pooled
-
     z = (x - mean) rstd g + b,   a = act(z),   mean and rstd over a group of channels of an image
 
 Inference at a small batch is a chain of kernels of a few microseconds, so their number is its time.
 x is one tensor or the concatenation of x1 and x2 over channels, which never exists in memory.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,12 +15,12 @@ from torch import Tensor
 
 from ..activations import check_activation
 from ..conv.plain.split_k import SplitConv
-from ..conv.plain.split_k_sum import resample_parts_kernel, sum_parts_kernel
+from ..conv.plain.split_k_sum import terms_of
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
-from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
+from ..runtime.layout import check_nhwc, check_second, row_stride
 from .single_cta_kernels import norm_single_cta_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -91,104 +88,18 @@ def norm_single_cta(
     result = a, pooled if pool else x1
     if n == 0:
         return result
-    parts, *terms = _terms(split)
+    parts, *terms = terms_of(split)
     film = (scale, shift)
+    lanes = (block_g, block_j, block_p)
     norm_single_cta_kernel[(n * programs,)](
-        x1,
-        pooled,
-        parts,
-        *terms,
-        x2,
-        weight,
-        bias,
-        *film,
-        a,
-        row_stride(terms[2]),
-        *map(row_stride, film),
-        n,
-        h * w,
-        c1,
-        c,
-        programs,
-        eps,
-        activation,
-        0 if parts is None else parts.shape[0],
-        cg,
-        block_g,
-        block_j,
-        block_p,
-        w if pool else None,
-        split is not None and split.residual is not None,
-        num_warps=_warps(block_g * block_j * block_p),
-        **overlapping(device, n * h * w),
-    )
+        x1, pooled, parts, *terms, x2, weight, bias, *film, a, *map(row_stride, (terms[2], *film)),
+        n, h * w, c1, c, programs, eps, activation, 0 if parts is None else parts.shape[0], cg,
+        *lanes, w if pool else None, split is not None and split.residual is not None,
+        num_warps=_warps(math.prod(lanes)), **overlapping(device, n * h * w),
+    )  # fmt: skip
     return result
 
 
 def _warps(elements: int) -> int:
     """Few, since they meet at a barrier for every sum."""
     return min(max(elements // _PER_WARP, _MIN_WARPS), 16)
-
-
-def sum_parts(split: SplitConv) -> tuple[Tensor, Tensor | None]:
-    """The convolution that was in parts, [N, H, W, CO]; and its partials, float32 [N, K, 2, CO], if
-    its pixels are whole tiles."""
-    n, h, w, c = split.shape
-    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
-    block_c, block_p = 16, min(triton.next_power_of_2(h * w), 64)
-    blocks = triton.cdiv(c, block_c), triton.cdiv(h * w, block_p)
-    partials = None
-    if h * w % block_p == 0:
-        partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
-    if n == 0:
-        return y, partials
-    parts, *terms = _terms(split)
-    sum_parts_kernel[(n * blocks[0] * blocks[1],)](
-        parts, *terms, y, partials, row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
-        block_c, block_p, num_warps=4, **overlapping(y.device, n * h * w),
-    )  # fmt: skip
-    return y, partials
-
-
-def resample_parts(
-    split: SplitConv,
-    up: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The convolution that was in parts, y [N, H, W, CO]; its nearest upsampling [N, 2H, 2W, CO] or
-    its means over 2x2 pixels [N, H / 2, W / 2, CO], of which there is an even number of rows and
-    columns; and the partials of y, float32 [N, K, 2, CO], if its pixels are whole tiles."""
-    n, h, w, c = split.shape
-    assert up or h % 2 == w % 2 == 0
-    size = (2 * h, 2 * w) if up else (h // 2, w // 2)
-    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
-    resampled = _empty((n, *size, c), dtype=split.dtype, device=split.parts.device)
-    block_c, block_p = 16, 64 if up else 16
-    pixels = h * w // (1 if up else 4)
-    blocks = triton.cdiv(c, block_c), triton.cdiv(pixels, block_p)
-    partials = None
-    if pixels % block_p == 0:
-        partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
-    if n == 0:
-        return y, resampled, partials
-    parts, *terms = _terms(split)
-    resample_parts_kernel[(n * blocks[0] * blocks[1],)](
-        parts, *terms, y, resampled, partials, row_stride(terms[2]), n, h * w, w, c, *blocks,
-        parts.shape[0], up, block_c, block_p, num_warps=4 if up else 2,
-        **overlapping(y.device, n * h * w),
-    )  # fmt: skip
-    return y, resampled, partials
-
-
-def _terms(split: SplitConv | None) -> tuple[Tensor | None, ...]:
-    """parts, bias, extra_bias, emb, residual"""
-    if split is None:
-        return (None,) * 5
-    n, h, w, c = split.shape
-    check_shape("parts", split.parts, split.parts.shape[0], n, c, h * w)
-    assert split.parts.is_contiguous() and split.parts.dtype == torch.float32
-    if split.residual is not None:
-        check_nhwc("residual", split.residual)
-        check_shape("residual", split.residual, n, h, w, c)
-    if split.emb is not None:
-        check_shape("emb", split.emb, n, c)
-    return split.parts, split.bias, split.extra_bias, split.emb, split.residual

@@ -32,7 +32,6 @@ import torch
 import triton
 from torch import Tensor
 
-from ..reductions.column_sum import sum_partials
 from ..reductions.row_sums import RowSums
 from ..runtime.dependent_launch import overlapping
 from ..runtime.layout import check_nhwc, check_shape, row_stride
@@ -169,20 +168,11 @@ def norm_table(
     film = (scale, shift)
     shape = (pixels[0], pixels[-1], c1, c, lanes.programs, eps, k1, k2, lanes.cg)
     norm_table_kernel[(n * lanes.programs,)](
-        first,
-        second,
-        weight,
-        bias,
-        *film,
-        table,
-        second_out,
-        *((None, None) if stats_out is None else stats_out),
-        *map(row_stride, film),
-        *shape,
-        *lanes.blocks,
-        num_warps=lanes.num_warps,
+        first, second, weight, bias, *film, table, second_out,
+        *((None, None) if stats_out is None else stats_out), *map(row_stride, film), *shape,
+        *lanes.blocks, num_warps=lanes.num_warps,
         **overlapping(first.device, n * max(pixels)),
-    )
+    )  # fmt: skip
     return table
 
 
@@ -234,44 +224,11 @@ def norm_grad_table(
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
     shape = (pixels, c, lanes.programs, rows, k, kx, lanes.cg)
     norm_grad_table_kernel[(n * lanes.programs,)](
-        partials,
-        input_partials,
-        table,
-        weight,
-        bias,
-        scale,
-        coeff,
-        work,
-        *strided[1:],
-        *map(row_stride, strided),
-        *shape,
-        *lanes.blocks,
-        num_warps=lanes.num_warps,
+        partials, input_partials, table, weight, bias, scale, coeff, work, *strided[1:],
+        *map(row_stride, strided), *shape, *lanes.blocks, num_warps=lanes.num_warps,
         **overlapping(table.device),
-    )
+    )  # fmt: skip
     for i, out in enumerate(outs):
         if out is not None:
             sums.add(work, i * c, out)
     return coeff
-
-
-def bias_grad(
-    rows: Tensor,  # float32 [rows, C], as `norm_dx` returns them
-    out: Tensor,  # float32 [C]
-    accumulate: bool = False,
-    sums: RowSums | None = None,  # the one that `norm_dx` had
-) -> None:
-    """out = (or +=) the sum of the rows."""
-    if sums is not None:
-        assert accumulate, "RowSums adds to what is there"
-        return sums.add(rows, 0, out)
-    count, c = rows.shape
-    parts = min(count & -count, 64)
-    if count > 256 and parts > 1:  # more than one program should add up
-        part = _empty((parts, c), dtype=torch.float32, device=rows.device)
-        sum_partials(rows.view(count // parts, parts * c), part.view(-1))
-        rows = part
-    if count:
-        sum_partials(rows, out, accumulate=accumulate)
-    elif not accumulate:
-        out.zero_()

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.dependent_launch import await_inputs, overlapping
+from .column_sum import sum_partials
 
 # The longest sum sets the time, so few columns a program: 32 bytes, a sector of memory
 _BLOCK_M = 256
@@ -146,3 +147,25 @@ class RowSums:
 
 def _capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def bias_grad(
+    rows: Tensor,  # float32 [rows, C], as `norm_dx` returns them
+    out: Tensor,  # float32 [C]
+    accumulate: bool = False,
+    sums: RowSums | None = None,  # the one that `norm_dx` had
+) -> None:
+    """out = (or +=) the sum of the rows."""
+    if sums is not None:
+        assert accumulate, "RowSums adds to what is there"
+        return sums.add(rows, 0, out)
+    count, c = rows.shape
+    parts = min(count & -count, 64)
+    if count > 256 and parts > 1:  # more than one program should add up
+        part = _empty((parts, c), dtype=torch.float32, device=rows.device)
+        sum_partials(rows.view(count // parts, parts * c), part.view(-1))
+        rows = part
+    if count:
+        sum_partials(rows, out, accumulate=accumulate)
+    elif not accumulate:
+        out.zero_()

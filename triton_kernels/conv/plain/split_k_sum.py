@@ -8,10 +8,16 @@ multiprocessor and are slower by more than that (docs/kernels/sampling.md).
 A channel's pixels are successive in a part, since groups have few channels and all pixels.
 """
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ...runtime.dependent_launch import await_inputs, begin_next
+from ...runtime.dependent_launch import await_inputs, begin_next, overlapping
+from ...runtime.layout import check_nhwc, check_shape, row_stride
+from .split_k import SplitConv
+
+_empty = torch.empty  # tests put a function here that returns NaNs
 
 
 @triton.jit
@@ -102,7 +108,7 @@ def _store_sums(
 
 
 @triton.jit(do_not_specialize=["N"])
-def sum_parts_kernel(
+def _sum_parts_kernel(
     parts_ptr,
     bias_ptr,
     extra_bias_ptr,
@@ -138,7 +144,7 @@ def sum_parts_kernel(
 
 
 @triton.jit(do_not_specialize=["N"])
-def resample_parts_kernel(
+def _resample_parts_kernel(
     parts_ptr,
     bias_ptr,
     extra_bias_ptr,
@@ -194,3 +200,67 @@ def resample_parts_kernel(
         tl.store(resampled_ptr + place, result, mask=mask)
     if partial_ptr is not None:
         _store_sums(partial_ptr, ys, pid // CB, C, offs_c, mask_c)
+
+
+def sum_parts(split: SplitConv) -> tuple[Tensor, Tensor | None]:
+    """The convolution that was in parts, [N, H, W, CO]; and its partials, float32 [N, K, 2, CO], if
+    its pixels are whole tiles."""
+    n, h, w, c = split.shape
+    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
+    block_c, block_p = 16, min(triton.next_power_of_2(h * w), 64)
+    blocks = triton.cdiv(c, block_c), triton.cdiv(h * w, block_p)
+    partials = None
+    if h * w % block_p == 0:
+        partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
+    if n == 0:
+        return y, partials
+    parts, *terms = terms_of(split)
+    _sum_parts_kernel[(n * blocks[0] * blocks[1],)](
+        parts, *terms, y, partials, row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
+        block_c, block_p, num_warps=4, **overlapping(y.device, n * h * w),
+    )  # fmt: skip
+    return y, partials
+
+
+def resample_parts(
+    split: SplitConv,
+    up: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The convolution that was in parts, y [N, H, W, CO]; its nearest upsampling [N, 2H, 2W, CO] or
+    its means over 2x2 pixels [N, H / 2, W / 2, CO], of which there is an even number of rows and
+    columns; and the partials of y, float32 [N, K, 2, CO], if its pixels are whole tiles."""
+    n, h, w, c = split.shape
+    assert up or h % 2 == w % 2 == 0
+    size = (2 * h, 2 * w) if up else (h // 2, w // 2)
+    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
+    resampled = _empty((n, *size, c), dtype=split.dtype, device=split.parts.device)
+    block_c, block_p = 16, 64 if up else 16
+    pixels = h * w // (1 if up else 4)
+    blocks = triton.cdiv(c, block_c), triton.cdiv(pixels, block_p)
+    partials = None
+    if pixels % block_p == 0:
+        partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
+    if n == 0:
+        return y, resampled, partials
+    parts, *terms = terms_of(split)
+    _resample_parts_kernel[(n * blocks[0] * blocks[1],)](
+        parts, *terms, y, resampled, partials, row_stride(terms[2]), n, h * w, w, c, *blocks,
+        parts.shape[0], up, block_c, block_p, num_warps=4 if up else 2,
+        **overlapping(y.device, n * h * w),
+    )  # fmt: skip
+    return y, resampled, partials
+
+
+def terms_of(split: SplitConv | None) -> tuple[Tensor | None, ...]:
+    """parts, bias, extra_bias, emb, residual"""
+    if split is None:
+        return (None,) * 5
+    n, h, w, c = split.shape
+    check_shape("parts", split.parts, split.parts.shape[0], n, c, h * w)
+    assert split.parts.is_contiguous() and split.parts.dtype == torch.float32
+    if split.residual is not None:
+        check_nhwc("residual", split.residual)
+        check_shape("residual", split.residual, n, h, w, c)
+    if split.emb is not None:
+        check_shape("emb", split.emb, n, c)
+    return split.parts, split.bias, split.extra_bias, split.emb, split.residual
