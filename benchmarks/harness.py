@@ -311,7 +311,9 @@ def run_shares(module: str, arguments: Sequence[str], processes: int) -> None:
     """Run `python -m module ... part=0`, 1, 2, ... side by side, to compile what will be timed.
     Whatever does not get compiled by them is compiled later."""
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    command = [sys.executable, "-m", module, *arguments, f"processes={processes}"]
+    started = sys.orig_argv  # perhaps within `tests.kernels.other_chip`, and so are the shares
+    before = started[1 : started.index(module)] if module in started else ["-m"]
+    command = [sys.executable, *before, module, *arguments, f"processes={processes}"]
     shares = [
         subprocess.Popen([*command, f"part={part}"], cwd=ROOT, env=environment)
         for part in range(processes)
