@@ -150,6 +150,20 @@ LAYERS_OF_SKIPS = (
     (16, 256, 192, 192, True, (32, 128)),
     (8, 256, 192, 256, False, (32, 128)),
     (32, 384, 384, 384, False, (16,)),
+    (64, 192, 192, 192, False, (32,)),  # ADM of ImageNet 64
+    (32, 384, 384, 384, False, (32,)),
+    (32, 576, 384, 384, False, (32,)),
+    (16, 576, 576, 576, False, (32,)),
+    (8, 768, 768, 768, False, (32,)),
+    (32, 320, 320, 320, False, (32,)),  # latents
+    (32, 640, 320, 320, True, (32,)),
+    (16, 640, 640, 640, False, (32,)),
+    (8, 1280, 1280, 1280, False, (32,)),
+    (4, 1280, 1280, 1280, False, (32,)),
+    (32, 256, 256, 256, False, (64,)),  # DDPM++ of CIFAR-10
+    (16, 256, 256, 256, False, (64,)),
+    (48, 96, 96, 96, False, (32,)),  # channels and images that are no powers of two
+    (20, 320, 320, 320, False, (64,)),
 )
 # the same, of one image; every third, and 1x1 filters, also of four; those of 16 too
 LAYERS_OF_FEW = (

@@ -23,13 +23,13 @@ from ..norm.inline_statistics_kernels import folded_coefficients
 from ..norm.tables import check_partials_of, covering_groups, tiles_at_a_time
 from ..reductions.row_sums import RowSums
 from ..registry.choose import select
-from ..registry.cost import AMPERE, Work
+from ..registry.cost import AMPERE, Work, programs_at_a_time
 from ..registry.kernel import Kernel, Op
 from ..registry.spec import ConvSpec, dtype_name, precision_of
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import Device, describe
 from ..tf32 import as_operand
-from .plain import pointer_skip_dx, pointer_tiles
+from .plain import fused_tiles, pointer_skip_dx, pointer_tiles
 from .plain.fused_launch import columns_in_boxes
 from .plain.pointer_tiles import PointerTile
 from .plain.tf32x3 import multiply_split, whole_sum
@@ -427,6 +427,24 @@ def _of_pointer(spec: ConvSpec, gpu: Device) -> list[PointerTile]:
     return _fitting(pointer_skip_dx.candidates(spec.k, spec.precision), spec)
 
 
+def _tma_work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
+    """What its programs do."""
+    box = _box(c, spec.n, spec.h, spec.w, bool(spec.upsampled))
+    steps, loaded = triton.cdiv(spec.k, c.block_k), sum(fused_tiles.fetched(c, spec.itemsize))
+    tile = c.block_c * c.block_m
+    # dz and x of a tile are there at once, too
+    shared = loaded * c.num_stages + 2 * tile * spec.itemsize + 1024
+    return Work(
+        tiles=count_boxes(box, spec.n, spec.h, spec.w) * triton.cdiv(spec.c, c.block_c),
+        resident=max(1, programs_at_a_time(shared, c.num_warps, gpu)),
+        products=tile * c.block_k * steps,
+        fetched=loaded * steps,
+        steps=steps,
+        written=tile,
+        memory=spec.bytes,
+    )
+
+
 def _pointer_work(spec: ConvSpec, gpu: Device, c: PointerTile) -> Work:
     box = _box(c, spec.n, spec.h, spec.w, bool(spec.upsampled))
     return pointer_tiles.work(spec, gpu, c, box)
@@ -441,7 +459,15 @@ SKIP_DX = Op(
     "skip_dx",
     key=_key,
     kernels=(
-        Kernel("tma", Config, _refuse_tma, _of_tma, adds=("residual",)),
+        Kernel(
+            "tma",
+            Config,
+            _refuse_tma,
+            _of_tma,
+            work=_tma_work,
+            fitted_by=("num_warps",),
+            adds=("residual",),
+        ),
         Kernel(
             "pointer",
             PointerTile,
