@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .graph import PARTS, Graph, Node, PlanError, Value
+from .graph import PARTS, Graph, PlanError, Value
 
 GRADIENTS: dict[str, Callable] = {}
 
@@ -58,7 +58,6 @@ class _Differentiation:
             if any(value in self.needed for value in node.inputs.values()):
                 self.needed.update(v for v in node.outputs.values() if v.dtype.is_floating_point)
         self.sent: dict[Value, list[Value | _Part]] = {}
-        self.node: Node | None = None
         self.made: dict[tuple, Value] = {}  # sums, each once
 
     def run(self) -> Backward:
@@ -66,7 +65,7 @@ class _Differentiation:
         backward = Backward(len(forward))
         for value in graph.outputs:
             if value in self.needed and value not in backward.seeds:
-                seed = graph.value(f"d_{value.name}", value.shape, value.dtype, layout=value.layout)
+                seed = graph.value(f"d_{value.name}", value.shape, value.dtype)
                 backward.seeds[value] = seed
                 self.sent.setdefault(value, []).append(seed)
         for node in reversed(forward):
@@ -75,12 +74,13 @@ class _Differentiation:
                 continue
             if node.op not in GRADIENTS:
                 raise PlanError(f"{node.op} ({node.source}) has no gradient")
-            self.node = node
+            graph.source = node.source
             GRADIENTS[node.op](self, node, dy)
         for value in self.wanted:
             grad = self.collected(value)
             if grad is not None:
                 backward.grads[value] = grad
+        graph.source = ""
         return backward
 
     def make(self, op: str, inputs: dict, like: Value, shape=None, dtype=None, **attrs) -> Value:
@@ -90,8 +90,6 @@ class _Differentiation:
             inputs,
             like.shape if shape is None else shape,
             like.dtype if dtype is None else dtype,
-            source=self.node.source,
-            layout=like.layout if shape is None else "",
             **attrs,
         )
 
@@ -107,7 +105,8 @@ class _Differentiation:
             return None
         parts = [s for s in sent if isinstance(s, _Part)]
         whole = [s for s in sent if not isinstance(s, _Part)]
-        self.node = self.producers.get(value) or self.node
+        if value in self.producers:
+            self.graph.source = self.producers[value].source
         if parts:
             whole.append(self._joined(value, parts))
         total = whole[0]
@@ -190,8 +189,6 @@ def _norm(d, node, dy):
         "norm_act_grad",
         {"da": dy, **several, "table": table},
         {"dz": (dy.shape, dy.dtype), "partials": ((n, 1, 2, c), table.dtype)},
-        node.source,
-        dy.layout,
         activation=node.attrs["activation"],
     )
     dz, partials = first.outputs.values()
@@ -202,7 +199,6 @@ def _norm(d, node, dy):
             "coeff": ((n, 3, c), table.dtype),
             **{role: (value.shape, value.dtype) for role, value in film.items()},
         },
-        node.source,
         groups=made.attrs["groups"],
         pixels=math.prod(dy.shape[1:-1]),
     )
@@ -213,8 +209,6 @@ def _norm(d, node, dy):
             "norm_dx",
             {"dz": dz, **several, "coeff": second.outputs["coeff"]},
             {f"dx{i}": (x.shape, x.dtype) for i, x in enumerate(xs, 1)},
-            node.source,
-            xs[0].layout,
         )
         for x, dx in zip(xs, last.outputs.values(), strict=True):
             d.send(x, lambda dx=dx: dx)
@@ -249,8 +243,6 @@ def _attention(d, node, dy):
         "attention_grad",
         {"dy": dy, "o": node.out, "state": state, **node.inputs},
         {role: (value.shape, value.dtype) for role, value in parts.items()},
-        node.source,
-        node.out.layout,
         **node.attrs,
     )
     for role, value in parts.items():
@@ -416,7 +408,7 @@ def _arith(d, node, dy):
     if of:
         outputs = {f"d{i}": (xs[i].shape, xs[i].dtype) for i in of}
         inputs = {**node.inputs, "dy": dy}
-        grads = d.graph.node("arith_grad", inputs, outputs, node.source, of=of, **node.attrs)
+        grads = d.graph.node("arith_grad", inputs, outputs, of=of, **node.attrs)
         for i in of:
             d.send(xs[i], lambda i=i: grads.outputs[f"d{i}"])
 
@@ -428,7 +420,6 @@ def _layer_norm(d, node, dy):
         stats = {role: node.outputs[role] for role in ("mean", "rstd")}
         outputs = {role: (value.shape, value.dtype) for role, value in given.items()}
         inputs = {**node.inputs, **stats, "dy": dy}
-        layout = node.out.layout
-        grads = d.graph.node("layer_norm_grad", inputs, outputs, node.source, layout, **node.attrs)
+        grads = d.graph.node("layer_norm_grad", inputs, outputs, **node.attrs)
         for role, value in given.items():
             d.send(value, lambda role=role: grads.outputs[role])

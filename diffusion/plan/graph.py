@@ -137,8 +137,6 @@ class Value:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    layout: str = ""  # of axes, where they have names: NHWC, NC
-    source: str = ""  # the line of the module that asked for it
 
     @property
     def numel(self) -> int:
@@ -214,22 +212,22 @@ class Graph:
         self.constants: dict[Value, Tensor] = {}
         self.outputs: list[Value] = []
         self.why: dict[Value, list[str]] = {}  # what made a value as it is made, and the figures
+        self.source = ""  # the line of the module that new nodes are made for
         self._names: dict[str, int] = {}
 
-    def value(self, name: str, shape: Iterable[int], dtype: torch.dtype, **more: str) -> Value:
+    def value(self, name: str, shape: Iterable[int], dtype: torch.dtype) -> Value:
         """A new value, whose name gets a number if another has it."""
         number = self._names.get(name, 0)
         self._names[name] = number + 1
         shape = tuple(int(s) for s in shape)
-        return Value(f"{name}.{number}" if number else name, shape, dtype, **more)
+        return Value(f"{name}.{number}" if number else name, shape, dtype)
 
     def node(
         self,
         op: str,
         inputs: dict[str, Value | None],
         outputs: dict[str, tuple],  # role: (shape, dtype)
-        source: str = "",
-        layout: str = "",
+        source: str = "",  # "": the graph's
         **attrs: Any,
     ) -> Node:
         """Append a node; inputs that are None are left out."""
@@ -237,10 +235,10 @@ class Graph:
         given = {k: v for k, v in inputs.items() if v is not None}
         several = len(outputs) > 1
         made = {
-            role: self.value(f"{op}.{role}" if several else op, *spec, layout=layout, source=source)
+            role: self.value(f"{op}.{role}" if several else op, *spec)
             for role, spec in outputs.items()
         }
-        node = Node(op, given, made, attrs, source)
+        node = Node(op, given, made, attrs, source or self.source)
         self.nodes.append(node)
         return node
 

@@ -23,6 +23,7 @@ def split_norms(graph: Graph) -> None:
             replaced[node.out] = _split(graph, node)
         else:
             graph.nodes.append(node)
+    graph.source = ""
     graph.substitute(replaced)
 
 
@@ -31,20 +32,19 @@ def _split(graph: Graph, node: Node):
     n, c = x.shape[0], x.shape[-1]
     pixels = math.prod(x.shape[1:-1])
     exact = x.exact
-    source = node.source
+    graph.source = node.source
     weight, bias = (node.inputs.get(role) for role in ("weight", "bias"))
     if weight is None:
         weight = graph.constant(torch.ones(c, dtype=exact), "ones")
     if bias is None:
         bias = graph.constant(torch.zeros(c, dtype=exact), "zeros")
-    partials = graph.make("moments", {"x": x}, (n, 1, 2, c), exact, source=source)
+    partials = graph.make("moments", {"x": x}, (n, 1, 2, c), exact)
     film = {role: node.inputs.get(role) for role in ("scale", "shift")}
     table = graph.make(
         "norm_table",
         {"partials0": partials, "weight": weight, "bias": bias, **film},
         (n, 4, c),
         exact,
-        source=source,
         groups=a["groups"],
         eps=a["eps"],
         pixels=(pixels,),
@@ -54,7 +54,5 @@ def _split(graph: Graph, node: Node):
         {"x0": x, "table": table},
         node.out.shape,
         node.out.dtype,
-        source=source,
-        layout=node.out.layout,
         activation=a["activation"],
     )

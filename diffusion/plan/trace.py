@@ -146,7 +146,7 @@ class _Tracer:
                 outputs.append(self.low.gather(self.made[id(leaf)]))
             else:
                 results.append(leaf)
-        self.graph.outputs = outputs
+        self.graph.outputs, self.graph.source = outputs, ""
         canonicalise(self.graph)
         return Traced(self.graph, given, results, spec)
 
@@ -155,12 +155,12 @@ class _Tracer:
         graph, recording, given = self.graph, self.recording, []
         for i, x in enumerate(recording.inputs):
             if isinstance(x, Tensor):
-                value = graph.value(f"input{i}", x.shape, x.dtype, layout="given")
+                value = graph.value(f"input{i}", x.shape, x.dtype)
                 graph.inputs.append(value)
                 given.append(i)
                 self.made[id(x)] = whole(value)
         for name, x in (recording.parameters | recording.buffers).items():
-            value = graph.value(name, x.shape, x.dtype, layout="given")
+            value = graph.value(name, x.shape, x.dtype)
             graph.parameters[name] = value
             self.made[id(x)] = whole(value)
         graph.trainable |= set(recording.parameters)
@@ -173,7 +173,7 @@ class _Tracer:
         metas = list(call.result) if several else [call.result]
         low = self.low
         low.name, low.function, low.target = op_name(call.target), call.function, call.target
-        low.source, low.meta = call.source, metas if several else call.result
+        low.meta, self.graph.source = metas if several else call.result, call.source
         args, kwargs = pytree.tree_map_only(Tensor, self._found, (call.args, call.kwargs))
         lowering = lowering_of(low.name)
         if lowering is None:

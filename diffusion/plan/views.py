@@ -142,21 +142,19 @@ class Views:
         self.graph = graph
         self._made: dict[tuple, Value] = {}
 
-    def gather(
-        self, view: View, shape: Sequence[int] | None = None, source: str = "", layout: str = ""
-    ) -> Value:
+    def gather(self, view: View, shape: Sequence[int] | None = None) -> Value:
         """The view's elements row by row, as a value of that shape: the view's value itself if it
         has them so, or else a slice or a copy of it."""
         shape = view.shape if shape is None else tuple(shape)
         pieces, value = merged(view.pieces), view.value
         key = value, pieces, view.offset, shape
         if key not in self._made:
-            self._made[key] = self._gather(value, pieces, view.offset, shape, source, layout)
+            self._made[key] = self._gather(value, pieces, view.offset, shape)
         return self._made[key]
 
-    def _gather(self, value, pieces, offset, shape, source, layout) -> Value:
+    def _gather(self, value, pieces, offset, shape) -> Value:
         if merged(whole(value).pieces) == pieces and offset == 0:
-            return self._reshaped(value, shape, source, layout)
+            return self._reshaped(value, shape)
         steps = strides(value.shape)
         for axis, step in enumerate(steps):  # is it a part of one axis?
             before, inner = math.prod(value.shape[:axis]), step
@@ -173,38 +171,27 @@ class Views:
                     axis=axis,
                     start=start,
                     stop=start + taken,
-                    source=source,
-                    layout=value.layout,
                 )
-                return self._reshaped(y, shape, source, layout)
+                return self._reshaped(y, shape)
         return self.graph.make(
-            "layout",
-            {"x": value},
-            shape,
-            value.dtype,
-            pieces=pieces,
-            offset=offset,
-            source=source,
-            layout=layout,
+            "layout", {"x": value}, shape, value.dtype, pieces=pieces, offset=offset
         )
 
-    def _reshaped(self, value, shape, source, layout) -> Value:
+    def _reshaped(self, value, shape) -> Value:
         if tuple(shape) == value.shape:
             return value
-        return self.graph.make(
-            "reshape", {"x": value}, shape, value.dtype, source=source, layout=layout
-        )
+        return self.graph.make("reshape", {"x": value}, shape, value.dtype)
 
-    def rows(self, view: View, source: str = "") -> Value:
+    def rows(self, view: View) -> Value:
         """As `gather`, under whatever shape the value has, if its last axis is the view's and its
         first one, too."""
         value, shape = view.value, view.shape
         fits = value.shape and value.shape[-1] == shape[-1] and value.shape[0] == shape[0]
         if fits and view.is_all and merged(view.pieces) == merged(whole(value).pieces):
             return value
-        return self.gather(view, source=source)
+        return self.gather(view)
 
-    def owned(self, view: View, source: str = "") -> View:
+    def owned(self, view: View) -> View:
         """The view of a value that has no other elements."""
         if view.is_all:
             return view
@@ -219,21 +206,21 @@ class Views:
                 if merged(tuple(zip(part, strides(kept), strict=True))) == merged(tuple(order)):
                     shape = part
                     break
-        value = self.gather(flat, shape, source=source)
+        value = self.gather(flat, shape)
         new = dict(zip(order, strides([n for n, _ in order]), strict=True))
         dims = tuple(tuple((p[0], new[p] if p[1] else 0) for p in dim) for dim in view.dims)
         return View(value, dims)
 
-    def together(self, a: View, b: View, source: str = "") -> tuple[View, Value]:
+    def together(self, a: View, b: View) -> tuple[View, Value]:
         """Two views of one shape, where b may have length 1: a, owned, and b as a value that can be
         added to a's value."""
-        a = self.owned(a, source)
+        a = self.owned(a)
         cuts = [refined(x, y) for x, y in zip(a.dims, b.dims, strict=True)]
         if any(cut is None for cut in cuts) or any(s == 0 for _, s in a.pieces):
-            a = whole(self.gather(a, source=source))
+            a = whole(self.gather(a))
             cuts = [refined(x, y) for x, y in zip(a.dims, b.dims, strict=True)]
             if any(cut is None for cut in cuts):
-                b = whole(self.gather(b, source=source))
+                b = whole(self.gather(b))
                 cuts = [refined(x, y) for x, y in zip(a.dims, b.dims, strict=True)]
         flat = sorted((cut for dim in cuts for cut in dim), key=lambda cut: -cut[1])
         shape, pieces = [], []
@@ -250,7 +237,7 @@ class Views:
             shape.append(1 if alone else n)
             pieces += [] if alone else [(size, step) for size, _, step in axis]
         other = View(b.value, tuple((piece,) for piece in pieces), b.offset)
-        return a, self.gather(other, shape, source=source, layout=a.value.layout)
+        return a, self.gather(other, shape)
 
 
 def in_order(value: Value, sizes: Sequence[int], order: Sequence[int]) -> View:

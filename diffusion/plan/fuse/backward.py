@@ -221,7 +221,7 @@ def _padded(f: Fusing, node: Node, value: Value, width: int) -> Value | None:
     if value in f.graph.inputs or value in f.producers:
         return None  # forward would have made it
     spec = {"y": ((*value.shape[:3], width), value.dtype)}
-    made = f.insert(node, "pad_channels", {"x": value}, spec, layout=value.layout, width=width)
+    made = f.insert(node, "pad_channels", {"x": value}, spec, width=width)
     return made.out
 
 
@@ -310,8 +310,8 @@ def _small_input_grad(f: Fusing, node: Node) -> Value | None:
     ):
         f.give(node, role, value)
     dz, partials = node.outputs["dz"], node.outputs["partials"]
-    dz1 = f.graph.value(dz.name, small.shape, dz.dtype, layout=dz.layout)
-    dz2 = f.graph.value(dz.name, xs[1].shape, dz.dtype, layout=dz.layout)
+    dz1 = f.graph.value(dz.name, small.shape, dz.dtype)
+    dz2 = f.graph.value(dz.name, xs[1].shape, dz.dtype)
     f.producers.pop(dz)
     f.forget(dx, "dz")
     node.op, node.attrs = "conv_upsampled_dx", {"activation": node.attrs["activation"]}
@@ -401,12 +401,12 @@ BACKWARD_ROWS = (
     Row("both of two other gradients", ("norm_dx",), _two_summands, "unmeasured"),
     Row(
         "gradient of 1x1 skips in dx", ("norm_dx",), _skip_dx,
-        "17.5 -> 17.2 ms a step of 128 images, when it was added",
+        "17.5 -> 17.2 ms a step of 128 images, when it was added"
     ),
     # these change what the sums of dx below are of
     Row(
         "few channels of a gradient padded", ("conv_input_grad", "conv_dw", "sum"),
-        _few_channels, "unmeasured", ("step",),
+        _few_channels, "unmeasured", ("step",)
     ),
     Row("a quarter to each of 2x2 pixels", ("upsample",), _pool_grad, "unmeasured", ("step",)),
     Row("dx of what halves the image", ("conv_dx",), _down_dx, "unmeasured", ("step",)),
@@ -414,17 +414,17 @@ BACKWARD_ROWS = (
     Row("dx added up over 2x2 pixels", ("sum_pool",), _pooled_dx, "unmeasured", ("step",)),
     Row(
         "dx multiplied on the small image", ("conv_input_grad",), _small_input_grad,
-        "with the forward pass, see there", ("step",),
+        "with the forward pass, see there", ("step",)
     ),
     Row(
         "dx of a convolution alone on the small image", ("sum_pool",), _small_plain_grad,
-        "with the forward pass, see there", ("step",),
+        "with the forward pass, see there", ("step",)
     ),
     Row("sums of dx while it is written", ("sum",), _rows_of_dx, "unmeasured"),
     Row("gradients of weights in float32", ("cast",), _exact_weight_grad, "not rounded twice"),
     Row(
         "coefficients in the launch of dx", NORM_DX, _coefficients,
-        "0.85 % of a step of 32 images, 0.6 of 128", ("step",),
+        "0.85 % of a step of 32 images, 0.6 of 128", ("step",)
     ),
-    Row("sums for biases together", ("sum",), _bias_sums, "unmeasured", ("step",)),
+    Row("sums for biases together", ("sum",), _bias_sums, "unmeasured", ("step",))
 )  # fmt: skip

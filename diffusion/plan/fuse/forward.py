@@ -88,7 +88,7 @@ def _few_inputs(f: Fusing, node: Node) -> Value | None:
     cast = f.maker(x, "cast")
     source = x if cast is None else cast.inputs["x"]
     spec = {"y": ((*x.shape[:3], width), x.dtype)}
-    wide = f.insert(node, "pad_channels", {"x": source}, spec, layout=x.layout, width=width)
+    wide = f.insert(node, "pad_channels", {"x": source}, spec, width=width)
     pads = ((0, 0), (0, width - x.shape[3]), (0, 0), (0, 0))
     spec = {"y": ((weight.shape[0], width, *weight.shape[2:]), weight.dtype)}
     filters = f.insert(node, "pad", {"x": weight}, spec, pads=pads)
@@ -106,7 +106,7 @@ def _few_outputs(f: Fusing, node: Node) -> Value | None:
     readers = [r for r in f.consumers.get(y, ()) if r is not None]
     if any(r.op not in ("cast", "layout") for r in readers):
         return None  # others want pixels side by side
-    wide = f.graph.value(f"{y.name}.wide", (*y.shape[:3], f.few), y.dtype, layout=y.layout)
+    wide = f.graph.value(f"{y.name}.wide", (*y.shape[:3], f.few), y.dtype)
     columns = f.graph.node(
         "columns", {"x": wide}, {"y": (y.shape, y.dtype)}, node.source, start=0, stop=y.shape[3]
     )
@@ -273,33 +273,33 @@ def _conv_upsampled(f: Fusing, node: Node) -> Value | None:
 FORWARD_ROWS = (
     Row(
         "few channels of an image padded", ("conv",), _few_inputs, "unmeasured",
-        ("sample", "step"),
+        ("sample", "step")
     ),
     Row(
         "few channels of a result padded", ("conv",), _few_outputs, "unmeasured",
-        ("sample", "step"),
+        ("sample", "step")
     ),
     Row(
         "1x1 terms one after the other", ("add",), _terms_together,
-        "2.1 % of a pass of 32 images",
+        "2.1 % of a pass of 32 images"
     ),
     Row(
         "embedding, residual and 1x1 skip in the epilogue", ("add",), _epilogue_add,
-        "16.0 % of a pass of 32 images",
+        "16.0 % of a pass of 32 images"
     ),
     Row("sums in the epilogue", ("moments",), _partials, "4.9 % of a pass of 32 images"),
     Row("dropout in the norm's pass", ("dropout",), _dropped_pass, "unmeasured", ("train",)),
     Row(
         "table and pass of a norm in one launch", ("norm_apply",), _table_and_pass,
-        "0.65 % of a step of 32 images, 0.4 of 128",
+        "0.65 % of a step of 32 images, 0.4 of 128"
     ),
     Row("a convolution that halves the image", ("conv",), _conv_down, "unmeasured", ("step",)),
     Row(
         "upsampling in the norm's pass", ("norm",), _norm_of_upsampled,
-        "unmeasured", ("step",),
+        "unmeasured", ("step",)
     ),
     Row(
         "multiplied on the small image", ("conv_fused",), _conv_upsampled,
-        "1.3 % of a step of 32 images, 2.9 of 128", ("step",),
-    ),
+        "1.3 % of a step of 32 images, 2.9 of 128", ("step",)
+    )
 )  # fmt: skip

@@ -36,7 +36,7 @@ def _packed(f: Fusing, node: Node, roles: str) -> bool:
         inputs["bias"] = _stacked(f, first, [m.inputs["bias"] for m in makers], (rows,))
     out = node.inputs[roles[0]]
     outputs = {"y": ((*out.shape[:-1], rows), out.dtype)}
-    together = f.insert(first, "linear", inputs, outputs, layout=out.layout).out
+    together = f.insert(first, "linear", inputs, outputs).out
     for role in roles:
         f.forget(node, role)
     f.take(node, *makers)
@@ -92,7 +92,7 @@ def _pointwise_of_concat(f: Fusing, node: Node) -> Value | None:
         inputs = {"x": part, "weight": columns}
         if start == 0 and "bias" in node.inputs:
             inputs["bias"] = node.inputs["bias"]
-        made = f.insert(node, "linear", inputs, {"y": (y.shape, y.dtype)}, layout=y.layout)
+        made = f.insert(node, "linear", inputs, {"y": (y.shape, y.dtype)})
         terms.append(made.out)
         start = stop
     total = f.insert(node, "add", {"a": terms[0], "b": terms[1]}, {"y": (y.shape, y.dtype)})

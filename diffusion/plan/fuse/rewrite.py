@@ -136,8 +136,7 @@ class Fusing:
 
     def insert(self, before: Node, op: str, inputs: dict, outputs: dict, **attrs) -> Node:
         """A new node in front of another."""
-        layout = attrs.pop("layout", "")
-        node = self.graph.node(op, inputs, outputs, before.source, layout, **attrs)
+        node = self.graph.node(op, inputs, outputs, before.source, **attrs)
         self.graph.nodes.pop()
         self.new.setdefault(before, []).append(node)
         self.take(node)

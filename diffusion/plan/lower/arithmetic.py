@@ -90,9 +90,9 @@ def _two(low: Lowering, op: str, a: View, b: View, dtype: torch.dtype) -> View:
             a, b = b, a
         else:
             a = whole(low.gather(a.expand(shape)))
-    a, other = low.views.together(a, b, low.source)
+    a, other = low.views.together(a, b)
     inputs = {"a": low.cast(a.value, dtype), "b": low.cast(other, dtype)}
-    y = low.make(op, inputs, a.value.shape, dtype, layout=a.value.layout)
+    y = low.make(op, inputs, a.value.shape, dtype)
     return View(y, a.dims)
 
 

@@ -22,7 +22,7 @@ _ATEN = torch.ops.aten
 @lowers(
     "abs", "ceil", "clamp", "clamp_min", "clamp_max", "cos", "elu", "erf", "exp", "floor",
     "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log", "log1p", "nan_to_num", "pow",
-    "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "softplus", "sqrt", "tanh",
+    "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "softplus", "sqrt", "tanh"
 )  # fmt: skip
 def _elementwise(low: Lowering, *args: Any, **options: Any) -> View:
     """Of one tensor, wherever its elements lie."""
@@ -79,14 +79,14 @@ def _named(low: Lowering, args: Sequence[Any]) -> dict[str, Any]:
 
 def _as_it_lies(low: Lowering, x: View) -> tuple[Value, list[int]]:
     """The view as a value without a copy if it can be, and which dimensions its axes are."""
-    x = low.views.owned(x, low.source)
+    x = low.views.owned(x)
     order = memory_order(x)
     return low.gather(x.permute(order)), order
 
 
 @lowers("native_layer_norm")
 def _layer_norm(low, x, over, weight, bias, eps):
-    value = low.views.rows(x, low.source) if len(over) == 1 else low.gather(x)
+    value = low.views.rows(x) if len(over) == 1 else low.gather(x)
     y, *stats = low.meta
     kept = (*value.shape[: len(value.shape) - len(over)], *(1 for _ in over))
     node = low.graph.node(
@@ -96,8 +96,6 @@ def _layer_norm(low, x, over, weight, bias, eps):
             "y": (value.shape, y.dtype),
             **{role: (kept, s.dtype) for role, s in zip(("mean", "rstd"), stats, strict=True)},
         },
-        low.source,
-        value.layout,
         axes=len(over),
         eps=eps,
     )
@@ -106,7 +104,7 @@ def _layer_norm(low, x, over, weight, bias, eps):
 
 @lowers(
     "bmm", "baddbmm", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
-    "reflection_pad2d", "replication_pad2d", "_adaptive_avg_pool2d",
+    "reflection_pad2d", "replication_pad2d", "_adaptive_avg_pool2d"
 )  # fmt: skip
 def _as_it_is(low, *args, **options):
     """Of tensors as the module has them, which the framework's images are not: a copy."""

@@ -31,7 +31,7 @@ def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, gro
         columns = low.gather(weight, (co, ci))
         y = _linear_of(low, x.permute((0, 2, 3, 1)), columns, low.gather(bias))
     else:
-        image = low.gather(x.permute((0, 2, 3, 1)), layout="NHWC")
+        image = low.gather(x.permute((0, 2, 3, 1)))
         inputs = {"x": image, "weight": low.gather(weight), "bias": low.gather(bias)}
         p, q = (h + 2 * py - r) // sy + 1, (w + 2 * px - s) // sx + 1
         value = low.make(
@@ -39,7 +39,6 @@ def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, gro
             low.cast_all(inputs, dtype),
             (n, p, q, co),
             dtype,
-            layout="NHWC",
             stride=(sy, sx),
             padding=(py, py, px, px),
         )
@@ -61,13 +60,12 @@ def _linear_of(low: Lowering, x: View, weight: Value, bias: Value | None) -> Vie
     if len(weight.shape) != 2 or (bias is not None and bias.shape != (co,)):
         shapes = [list(v.shape) for v in (weight, bias) if v is not None]
         raise low.refuse(f"with weight and bias of {' and '.join(map(str, shapes))}")
-    value = low.views.rows(x, low.source)
+    value = low.views.rows(x)
     y = low.make(
         "linear",
         low.cast_all({"x": value, "weight": weight, "bias": bias}, low.meta.dtype),
         (*value.shape[:-1], co),
         low.meta.dtype,
-        layout=value.layout,
     )
     return whole(y, (*x.shape[:-1], co))
 
@@ -93,13 +91,12 @@ def _matmul(low, x, weight):
 def _group_norm(low, x, weight, bias, groups, eps):
     order = (0, *range(2, len(x.dims)), 1)
     x = x.permute(order)
-    value = low.views.rows(x, low.source)
+    value = low.views.rows(x)
     y = low.make(
         "group_norm",
         {"x": value, "weight": low.gather(weight), "bias": low.gather(bias)},
         value.shape,
         low.meta[0].dtype,
-        layout=value.layout,
         groups=groups,
         eps=eps,
         activation="identity",
@@ -131,13 +128,13 @@ def _attention(low, q, k, v, mask=None, *, scale=None, is_causal=False):
         inputs = {"qkv": value}
         attrs["order"] = order
     else:
-        value = low.views.rows(_joined(q), low.source)
+        value = low.views.rows(_joined(q))
         inputs = {"q": value, **_keys_and_values(low, value, k, v)}
     shape = (*value.shape[:-1], c)
     inputs = low.cast_all(inputs, low.meta.dtype)
     if mask is not None:
         inputs["mask"] = _mask_of_keys(low, mask, n, keys)
-    y = low.make("attention", inputs, shape, low.meta.dtype, layout=value.layout, **attrs)
+    y = low.make("attention", inputs, shape, low.meta.dtype, **attrs)
     return whole(y, (n, t, heads, d)).permute((0, 2, 1, 3))
 
 
@@ -146,7 +143,7 @@ def _keys_and_values(low: Lowering, q: Value, k: View, v: View) -> dict[str, Val
     shape."""
     if _packed((k, v)) == "qkv_heads":
         return {"kv": k.value}
-    parts = [low.views.rows(_joined(view), low.source) for view in (k, v)]
+    parts = [low.views.rows(_joined(view)) for view in (k, v)]
     shape = q.shape if parts[0].numel == q.numel else parts[0].shape
     parts = [p if p.shape == shape else low.gather(whole(p), shape) for p in parts]
     return dict(zip("kv", parts, strict=True))
@@ -202,8 +199,8 @@ def _upsample(low, x, *args, **options):
     fits = all(scale in (None, n) for scale, n in zip(said, factor, strict=False))
     if not fits or p % h or q % w:
         return arithmetic(low, x, *args, **options)
-    value = low.gather(x.permute((0, 2, 3, 1)), layout="NHWC")
-    y = low.make("upsample", {"x": value}, (n, p, q, c), value.dtype, layout="NHWC", factor=factor)
+    value = low.gather(x.permute((0, 2, 3, 1)))
+    y = low.make("upsample", {"x": value}, (n, p, q, c), value.dtype, factor=factor)
     return whole(y).permute((0, 3, 1, 2))
 
 
@@ -213,9 +210,9 @@ def _avg_pool(low, x, window, stride=(), padding=0, ceil=False, counts=True, div
     plain = len(x.dims) == 4 and step == size and not any(_pair(padding, False, 0))
     if not plain or ceil or divisor is not None:
         return arithmetic(low, x, window, stride, padding, ceil, counts, divisor)
-    value = low.gather(x.permute((0, 2, 3, 1)), layout="NHWC")
+    value = low.gather(x.permute((0, 2, 3, 1)))
     n, c, p, q = low.meta.shape
-    y = low.make("avg_pool", {"x": value}, (n, p, q, c), value.dtype, layout="NHWC", window=size)
+    y = low.make("avg_pool", {"x": value}, (n, p, q, c), value.dtype, window=size)
     return whole(y).permute((0, 3, 1, 2))
 
 
@@ -241,16 +238,10 @@ def _keyed_dropout(low, x, p, rng, layer, first):
 
 
 def _dropped(low: Lowering, x: View, p: float, more: dict[str, Value], **attrs: Any) -> View:
-    x = low.views.owned(x, low.source)
+    x = low.views.owned(x)
     value = x.value
     mask = {"mask": (value.shape, value.dtype)} if attrs.pop("mask", False) else {}
     node = low.graph.node(
-        "dropout",
-        {"x": value, **more},
-        {"y": (value.shape, value.dtype), **mask},
-        low.source,
-        value.layout,
-        p=p,
-        **attrs,
+        "dropout", {"x": value, **more}, {"y": (value.shape, value.dtype), **mask}, p=p, **attrs
     )
     return View(node.out, x.dims)

@@ -17,7 +17,7 @@ def detached(low: Lowering, x: View) -> View:
     if fixed or not low.differentiable:
         return x
     value = x.value
-    y = low.make("detach", {"x": value}, value.shape, value.dtype, layout=value.layout)
+    y = low.make("detach", {"x": value}, value.shape, value.dtype)
     return View(y, x.dims, x.offset)
 
 
@@ -107,13 +107,12 @@ def _split(low, x, at=0):
 
 
 @lowers(
-    "_to_copy",
-    known=("dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format"),
+    "_to_copy", known=("dtype", "layout", "device", "pin_memory", "non_blocking", "memory_format")
 )
 def to(low, x):
     if low.meta.dtype == x.value.dtype:
         return x
-    x = low.views.owned(x, low.source)
+    x = low.views.owned(x)
     return View(low.cast(x.value, low.meta.dtype), x.dims)
 
 
@@ -130,11 +129,11 @@ def _pad(low, x, amounts, value=0):
     pads = [(0, 0)] * len(x.dims)
     for i in range(len(amounts) // 2):
         pads[-1 - i] = tuple(amounts[2 * i : 2 * i + 2])
-    order = memory_order(low.views.owned(x, low.source))
+    order = memory_order(low.views.owned(x))
     value = low.gather(x.permute(order))
     pads = tuple(pads[i] for i in order)
     shape = [n + sum(pad) for n, pad in zip(value.shape, pads, strict=True)]
-    y = low.make("pad", {"x": value}, shape, value.dtype, layout=value.layout, pads=pads)
+    y = low.make("pad", {"x": value}, shape, value.dtype, pads=pads)
     return in_order(y, shape, order)
 
 
@@ -150,12 +149,11 @@ def _cat(low, views, at=0):
     dtype = low.meta.dtype
     at %= len(low.meta.shape)
     views = [x for x in views if x.shape != (0,)]
-    order = memory_order(low.views.owned(views[0], low.source))
+    order = memory_order(low.views.owned(views[0]))
     parts = [low.cast(low.gather(x.permute(order)), dtype) for x in views]
     shape = [low.meta.shape[i] for i in order]
-    layout = parts[0].layout
     inputs, axis = numbered("x", parts), order.index(at)
-    return in_order(low.make("cat", inputs, shape, dtype, layout=layout, axis=axis), shape, order)
+    return in_order(low.make("cat", inputs, shape, dtype, axis=axis), shape, order)
 
 
 @lowers("stack")

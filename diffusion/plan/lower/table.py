@@ -54,7 +54,6 @@ class Lowering:
         self.differentiable = differentiable  # False: no gradients are asked for
         self.name = ""  # of the op
         self.function = ""  # that Python called, of which the op is a part or the whole
-        self.source = ""  # the line of the module
         self.meta: Any = None  # what the trace says of the result: shape and dtype
         self.target: Any = None
 
@@ -62,21 +61,21 @@ class Lowering:
         name = self.name
         if self.function not in name:
             name = f"{self.function} ({name})"
-        return PlanError(f"{name} {why} has no place in a plan ({self.source})")
+        return PlanError(f"{name} {why} has no place in a plan ({self.graph.source})")
 
     def make(self, op: str, inputs: dict, shape, dtype, **more) -> Value:
-        return self.graph.make(op, inputs, shape, dtype, source=self.source, **more)
+        return self.graph.make(op, inputs, shape, dtype, **more)
 
-    def gather(self, view: View | None, shape=None, layout: str = "") -> Value | None:
+    def gather(self, view: View | None, shape=None) -> Value | None:
         """The view as a value, see `Views.gather`."""
         if view is None:
             return None
-        return self.views.gather(view, shape, self.source, layout)
+        return self.views.gather(view, shape)
 
     def cast(self, value: Value | None, dtype: torch.dtype) -> Value | None:
         if value is None or value.dtype == dtype:
             return value
-        return self.make("cast", {"x": value}, value.shape, dtype, layout=value.layout)
+        return self.make("cast", {"x": value}, value.shape, dtype)
 
     def cast_all(self, inputs: dict[str, Value | None], dtype: torch.dtype) -> dict:
         """In the dtype of the result, which under autocast is not that of the inputs."""
@@ -121,12 +120,9 @@ def _is(value: Any, usual: Any) -> bool:
 
 def each(low: Lowering, op: str, x: View, role: str = "x", **attrs: Any) -> View:
     """A node that changes each element, wherever it lies."""
-    x = low.views.owned(x, low.source)
+    x = low.views.owned(x)
     value = x.value
-    return View(
-        low.make(op, {role: value}, value.shape, low.meta.dtype, layout=value.layout, **attrs),
-        x.dims,
-    )
+    return View(low.make(op, {role: value}, value.shape, low.meta.dtype, **attrs), x.dims)
 
 
 def call_arguments(arguments: tuple, tensors: Sequence[Any]) -> list[Any]:

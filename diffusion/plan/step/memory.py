@@ -70,7 +70,7 @@ def _only_reader(nodes: Sequence[Node], value: Value, node: Node) -> bool:
 
 
 def _node(graph: Graph, op: str, inputs: dict, like: Value, source: str, attrs: dict) -> Node:
-    made = graph.node(op, inputs, {"y": (like.shape, like.dtype)}, source, like.layout, **attrs)
+    made = graph.node(op, inputs, {"y": (like.shape, like.dtype)}, source, **attrs)
     graph.nodes.pop()
     return made
 
@@ -99,7 +99,7 @@ def _small_weight_grads(
         if is_large and (recompute or x.bytes > MUCH) and _only_reader(backward, x, node):
             dy, small = node.inputs["dy"], maker.inputs["x0"]
             shape = (*small.shape[:3], dy.shape[3])
-            like = Value(dy.name, shape, dy.dtype, dy.layout)
+            like = Value(dy.name, shape, dy.dtype)
             summed = _node(graph, "sum_pool", {"x": dy}, like, node.source, {"window": (2, 2)})
             nodes.append(summed)
             node.inputs = {"x": small, "dy": summed.out}
