@@ -12,7 +12,7 @@ from triton_kernels.runtime.device import Device
 from .canonical import casts_together
 from .differentiate import Backward, differentiate
 from .fuse.rows import fuse, prepare
-from .graph import Graph, Value
+from .graph import Graph
 from .join.rules import join
 from .norms import split_norms
 from .schedule import Schedule, schedule
@@ -26,7 +26,6 @@ class Plan:
     traced: Traced
     schedule: Schedule
     backward: Backward | None  # None: it only evaluates
-    wanted: dict[str, Value]  # what has a gradient: parameters by name, inputs by "input 0"
 
     @property
     def graph(self) -> Graph:
@@ -58,27 +57,24 @@ def plan(
     """The plan of module(*args, **kwargs). PlanError: it has none, and why."""
     traced = trace(module, args, kwargs)
     graph = traced.graph
-    wanted = {}
-    if trains:
-        wanted = {k: v for k, v in graph.parameters.items() if k in graph.trainable}
-    wanted |= {f"input {i}": graph.inputs[i] for i in of_inputs}
+    wanted = [v for k, v in graph.parameters.items() if trains and k in graph.trainable]
+    wanted += [graph.inputs[i] for i in of_inputs]
     split_norms(graph)
     prepare(graph, "train" if wanted else "sample")
-    backward = differentiate(graph, list(wanted.values())) if wanted else None
+    backward = differentiate(graph, wanted) if wanted else None
     fuse(graph, backward, tf32[0])
-    start = None if backward is None else backward.start
-    grads = () if backward is None else tuple(backward.grads.values())
-    given = () if backward is None else backward.seeds.values()
-    graph.check_with(given)
+    graph.check_with(() if backward is None else backward.seeds.values())
     parameters = dict(module.named_parameters()) | dict(module.named_buffers())
     if joins is not None and backward is None and _multiplies_low(graph, tf32):
         join(graph, parameters, *joins, grid_sync=False)
     fewer = casts_together(graph)
-    start = None if start is None else start - fewer
     for node in graph.nodes:
         is_image = node.op.startswith("conv") or len(node.out.shape) == 4
         node.tf32 = tf32[0] if is_image and not node.op.startswith("attention") else tf32[1]
-    made = schedule(graph, start, grads)
+    if backward is None:
+        made = schedule(graph)
+    else:
+        made = schedule(graph, backward.start - fewer, backward.grads.values())
     graph.nodes = made.nodes
     graph.rename()
-    return Plan(traced, made, backward, wanted)
+    return Plan(traced, made, backward)

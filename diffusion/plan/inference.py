@@ -332,7 +332,7 @@ def sampling_plan(
     made = schedule(graph)
     graph.nodes = made.nodes
     graph.rename()
-    return SamplingPlan(Plan(traced, made, None, {}), image, emb, zeros, tokens)
+    return SamplingPlan(Plan(traced, made, None), image, emb, zeros, tokens)
 
 
 def _cut_image(graph: Graph) -> Value:

@@ -103,7 +103,7 @@ def real_time_plan(
     made = schedule(graph)
     graph.rename()
     graph.why = {node.out: _why(node, emb) for node in graph.nodes}
-    return RealTimePlan(Plan(traced, made, None, {}), image, emb, cond[0] if cond else None, row)
+    return RealTimePlan(Plan(traced, made, None), image, emb, cond[0] if cond else None, row)
 
 
 def _why(node: Node, emb: Value) -> list[str]:

@@ -275,4 +275,4 @@ def test_gradients_of_weights_are_rounded_once():
     grads = [node for node in made.graph.nodes if node.op in ("conv_dw", "linear_dw")]
     whole = [n for n in grads if all(r is None or r.op != "cat" for r in readers.get(n.out, ()))]
     assert len(whole) > 50 and all(node.out.dtype == torch.float32 for node in whole)
-    assert all(made.backward.grads[v].shape == v.shape for v in made.wanted.values())
+    assert all(grad.shape == v.shape for v, grad in made.backward.grads.items())

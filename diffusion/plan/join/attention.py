@@ -18,7 +18,7 @@ def attention(j: Joining, node: Node) -> None:
         return j.other(node)
     linear = next(n for n in j.order if qkv in n.outputs.values())
     x, heads, order = linear.inputs["x"], node.attrs["heads"], node.attrs["order"]
-    norm = j.norm_of.get(x) if x in j.cheap else None
+    norm = j.late(x, "norm") if x in j.cheap else None
     if norm is not None and j.others_read(x, linear):
         norm = None
     source = x if norm is None else norm.inputs["x0"]

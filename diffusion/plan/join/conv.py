@@ -27,9 +27,10 @@ def conv(j: Joining, node: Node) -> None:
     if not node.keeps_size or r != s:  # the kernels that join anything have square filters
         return j.other(node)
     y, x = node.out, node.inputs["x"]
-    if x in j.norm_of and _norm_conv(j, node, j.norm_of[x]):
+    norm = j.late(x, "norm")
+    if norm is not None and _norm_conv(j, node, norm):
         return None
-    if x in j.small and of_upsampled(j, node):
+    if j.late(x, "upsample") and of_upsampled(j, node):
         return None
     j.need(x)
     terms = {role: node.inputs[role] for role in TERMS if role in node.inputs}
@@ -136,8 +137,8 @@ def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
         return False
     inputs = dict(node.inputs)
     for role in ("extra0", "extra1"):  # what is added may be upsampled there, too
-        if inputs.get(role) in j.small:
-            inputs[role] = j.small[inputs[role]]
+        if up := j.late(inputs.get(role), "upsample"):
+            inputs[role] = up.inputs["x"]
     j.need(*(v for role, v in inputs.items() if role in TERMS))
     x, partials = norm.inputs["x0"], norm.inputs["partials0"]
     sums = (j.dry[partials].shape[1],)

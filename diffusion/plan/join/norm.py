@@ -26,7 +26,8 @@ def norm(j: Joining, node: Node) -> None:
     elements, pixels = node.out.numel, h * w
     if x1 in j.parts and pixels > _WHOLE_PARTS:
         j.need(x1)
-    if x1 not in j.small and x1 not in j.large and x1 not in j.parts:
+    upsampled = j.late(x1, "upsample")
+    if not upsampled and not j.late(x1, "avg_pool") and x1 not in j.parts:
         j.need(x1)
     waits = x1 in j.parts
     unmeasured = any(value in j.measured for value in node.many("partials"))
@@ -35,7 +36,7 @@ def norm(j: Joining, node: Node) -> None:
         return _norm_single_cta(j, node)
     for value in node.many("partials"):
         j.measure(value, node)
-    if x1 in j.small:
+    if upsampled:
         return _norm_upsampled(j, node)
     j.need(x1)
     tiles = sum(j.dry[value].shape[1] for value in node.many("partials"))
@@ -46,14 +47,12 @@ def norm(j: Joining, node: Node) -> None:
             return _norm_of_sums(j, node)
         j.cheap.add(node.out)
     # whoever reads it may make it on the way
-    j.norm_of[node.out] = node
-    j.later[node.out] = lambda: _norm_of_sums(j, node)
+    j.put_off(node, _norm_of_sums)
     return None
 
 
 def _norm_of_sums(j: Joining, node: Node) -> None:
     """In a launch of its own: nobody makes it on the way."""
-    j.norm_of.pop(node.out, None)
     if _better_whole(j, node):
         return _norm_single_cta(j, node)
     j.emit("norm_of_sums", node.inputs, {"y": node.out}, node, **node.attrs)
@@ -95,9 +94,8 @@ def _norm_single_cta(j: Joining, node: Node) -> None:
             outputs["x"] = x1
         attrs["shape"] = x1.shape
         j.graph.reason(node.out, "a norm that adds the parts of its convolution")
-    elif x1 in j.large:
-        inputs["x0"], outputs["x"] = j.large.pop(x1), x1
-        j.later.pop(x1)
+    elif pool := j.late(x1, "avg_pool"):
+        inputs["x0"], outputs["x"] = pool.inputs["x"], x1
         attrs["pool"] = True
     else:
         j.need(x1)  # which may be about to be upsampled
@@ -108,8 +106,8 @@ def _norm_single_cta(j: Joining, node: Node) -> None:
 def _norm_upsampled(j: Joining, node: Node) -> None:
     """norm(cat(upsample(x1), x2)), and perhaps the convolution behind it."""
     large, x2 = node.inputs["x0"], node.inputs.get("x1")
-    small = j.small.pop(large)
-    del j.later[large]
+    small = j.late(large, "upsample").inputs["x"]
+    j.forget(large)
     conv = j.first_reader(node.out)
     attrs = dict(node.attrs)
     outputs = {"y": node.out, "large": large}
@@ -118,8 +116,8 @@ def _norm_upsampled(j: Joining, node: Node) -> None:
         last = _adds_small(j, large, small, x2)
         if last is not None:
             del outputs["large"]
-            j.small[large] = small
-            j.later[large] = lambda: _late_upsample(j, large, small, node)
+            up = {"factor": (2, 2)}
+            j.put_off(Node("upsample", {"x": small}, {"y": large}, up, node.source))
     else:
         conv = None
     inputs = {k: v for k, v in node.inputs.items() if k != "x0"} | {"x0": small}
@@ -132,11 +130,6 @@ def _norm_upsampled(j: Joining, node: Node) -> None:
     given |= {"a": node.out} | upsampled_filters(j, conv, small.shape[3])
     j.emit("conv_upsampled", given, conv.outputs, conv)
     j.graph.reason(conv.out, "multiplied on the small image")
-
-
-def _late_upsample(j: Joining, large: Value, small: Value, like: Node) -> None:
-    j.small.pop(large, None)
-    j.emit("upsample", {"x": small}, {"y": large}, like, factor=(2, 2))
 
 
 def _serves_upsampled(j: Joining, norm: Node, conv: Node, small: Value, x2: Value) -> bool:

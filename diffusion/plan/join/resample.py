@@ -22,24 +22,18 @@ def _resample_parts(j: Joining, node: Node) -> None:
 
 
 def upsample(j: Joining, node: Node) -> None:
-    x, y = node.inputs["x"], node.out
+    x = node.inputs["x"]
     if node.attrs["factor"] != (2, 2):
         return j.other(node)
     if x in j.parts:
         return _resample_parts(j, node)
     j.need(x)
-
-    def make() -> None:
-        j.small.pop(y, None)
-        j.keep(node)
-
-    j.small[y], j.later[y] = x, make
-    return None
+    return j.put_off(node)
 
 
 def of_upsampled(j: Joining, node: Node) -> bool:
     """conv(upsample(x)), multiplied on the small image."""
-    small = j.small[node.inputs["x"]]
+    small = j.late(node.inputs["x"], "upsample").inputs["x"]
     terms = [role for role in TERMS if role in node.inputs]
     if terms or "partials" not in node.outputs or j.others_read(node.inputs["x"], node):
         return False
@@ -49,7 +43,7 @@ def of_upsampled(j: Joining, node: Node) -> bool:
     inputs = {"x": small, "bias": node.inputs["bias"]} | upsampled_filters(j, node, c)
     j.emit("conv_of_upsampled", inputs, node.outputs, node)
     j.graph.reason(node.out, "multiplied on the small image")
-    del j.small[node.inputs["x"]], j.later[node.inputs["x"]]
+    j.forget(node.inputs["x"])
     return True
 
 
@@ -68,8 +62,8 @@ def upsampled_filters(j: Joining, node: Node, channels: int) -> dict[str, Value]
 
 
 def avg_pool(j: Joining, node: Node) -> None:
-    x, y = node.inputs["x"], node.out
-    n, h, w, c = y.shape
+    x = node.inputs["x"]
+    n, h, w, c = node.out.shape
     if node.attrs["window"] != (2, 2):
         return j.other(node)
     if x in j.parts:
@@ -79,13 +73,7 @@ def avg_pool(j: Joining, node: Node) -> None:
     if not even or n > _POOLED_IMAGES or not j.reads_whole(n * h * w * c, h * w):
         j.keep(node)
         return None
-
-    def make() -> None:
-        j.large.pop(y, None)
-        j.keep(node)
-
-    j.large[y], j.later[y] = x, make
-    return None
+    return j.put_off(node)
 
 
 def means(j: Joining, pool: Node) -> dict[str, Value]:

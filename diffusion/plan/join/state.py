@@ -39,11 +39,9 @@ class Joining:
         self.nodes: list[Node] = []
         self.done: set[Node] = set()  # of the old ones: launched with another
         self.parts: dict[Value, Node] = {}  # convolutions in parts, by their result
-        self.later: dict[Value, Callable[[], None]] = {}  # makes a value that was put off
-        self.norm_of: dict[Value, Node] = {}  # norms that were put off, by their result
-        self.cheap: set[Value] = set()  # of these, which a projection to q, k, v may make
-        self.small: dict[Value, Value] = {}  # what an upsampled value that was put off is made of
-        self.large: dict[Value, Value] = {}  # what means that were put off are made of
+        # norms, upsampling and means that were put off, by their result, and what launches them
+        self.later: dict[Value, tuple[Node, Callable]] = {}
+        self.cheap: set[Value] = set()  # of norms' results, which a projection to q, k, v may make
         self.measured: dict[Value, Value] = {}  # what sums were taken of, if nobody has taken them
 
     def emit(self, op: str, inputs: dict, outputs: dict[str, Value], like: Node, **attrs) -> Node:
@@ -70,7 +68,8 @@ class Joining:
             if value in self.parts:
                 self.sum_parts(value)
             elif value in self.later:
-                self.later[value]()
+                node, make = self.later[value]
+                make(self, node)
 
     def readers(self, value: Value) -> list[Node]:
         """Who still reads it, in their order."""
@@ -106,9 +105,18 @@ class Joining:
     def filters(self, node: Node) -> Tensor:
         return as_filters(self.dry[node.inputs["weight"]])
 
+    def put_off(self, node: Node, make: Callable | None = None) -> None:
+        """Until it is known who reads it; who needs it as a tensor has it made so."""
+        self.later[node.out] = node, make or Joining.keep
+
+    def late(self, value: Value | None, op: str) -> Node | None:
+        """The node of this op that was put off, if it is what makes the value."""
+        node, _ = self.later.get(value, (None, None))
+        return node if node is not None and node.op == op else None
+
     def forget(self, value: Value) -> None:
+        """What was put off is made by another launch."""
         self.later.pop(value, None)
-        self.norm_of.pop(value, None)
 
     def joins(self, op: str, spec: Spec) -> bool:
         """Whether one launch is to compute this."""
