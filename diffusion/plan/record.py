@@ -8,7 +8,7 @@ plan but several in PyTorch are recorded as one (`_WHOLE`).
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -104,7 +104,8 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
         # in inference mode PyTorch takes nothing apart, and writes in place
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(differentiable))
-        shapes = _FakeShapes(stack) if by_device else _MetaShapes()
+        fakes = FakeTensorMode(allow_non_fake_inputs=True) if by_device else None
+        shapes = _Shapes(stack.enter_context(fakes) if by_device else None)
         states = [
             {name: shapes.of(x) for name, x in named()}
             for named in (module.named_parameters, module.named_buffers)
@@ -172,32 +173,21 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
             vars(part).update(attributes)
 
 
-class _MetaShapes:
-    """Tensors of the meta device."""
+class _Shapes:
+    """Tensors without numbers: of the meta device, or in a mode that lets them say that they are on
+    another."""
 
-    by_device = False
-
-    def of(self, x: Tensor) -> Tensor:
-        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-    def has(self, x: Tensor) -> bool:
-        return x.device.type == "meta"
-
-
-class _FakeShapes:
-    """Tensors of the meta device that say that they are on another."""
-
-    by_device = True
-
-    def __init__(self, stack: ExitStack) -> None:
-        self.mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+    def __init__(self, mode: FakeTensorMode | None) -> None:
+        self.mode, self.by_device = mode, mode is not None
 
     def of(self, x: Tensor) -> Tensor:
-        with self.mode:
-            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+        device = x.device if self.by_device else "meta"
+        with self.mode or nullcontext():
+            return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
     def has(self, x: Tensor) -> bool:
-        return isinstance(x, torch._subclasses.FakeTensor)
+        fake = torch._subclasses.FakeTensor
+        return isinstance(x, fake) if self.by_device else x.device.type == "meta"
 
 
 class _Notes(TorchDispatchMode):
