@@ -13,6 +13,7 @@ from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma
 from triton_kernels.conv.plain.split_k import CONV_SPLIT
+from triton_kernels.conv.upsampled import UPSAMPLED
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.conv.wgrad_group import WEIGHT_GRADS
 from triton_kernels.registry import choose as registry
@@ -326,7 +327,7 @@ class TestFittedCosts:
     @pytest.mark.parametrize("arch", [80, 90])
     def test_parameters_are_of_known_kernels(self, arch):
         """Each name is that of a kernel and of the fields that its parameters depend on."""
-        ops = FORWARD, INPUT_GRAD, WEIGHT_GRAD, WEIGHT_GRADS, CONV_SPLIT, CONV_FEW
+        ops = FORWARD, INPUT_GRAD, WEIGHT_GRAD, WEIGHT_GRADS, CONV_SPLIT, CONV_FEW, UPSAMPLED
         known = {k.name: k for op in ops for k in op.kernels}
         fitted = cost.parameters(arch)
         assert len(fitted) >= 10 and not cost.parameters(70)

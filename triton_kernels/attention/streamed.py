@@ -14,7 +14,7 @@ it. Two kernels share that loop, and differ in who loads:
 import triton
 from torch import Tensor
 
-from ..hopper.descriptors import SUPPORTED, missing
+from ..hopper.descriptors import LOADER_REGISTERS, SUPPORTED, missing
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
@@ -26,7 +26,6 @@ if SUPPORTED:
 KEPT_DIMS = (16, 32, 64)  # of 128, results alone take half of a thread's 128 registers
 STREAMED_DIMS = (16, 32, 64, 128)
 _KEPT_REGISTERS = 128  # of a thread, so that programs of 512 together fit a multiprocessor
-_LOADER_REGISTERS = 24  # of a thread of the warp that loads; it is given those of four warps
 
 
 def refuse_kept(spec: AttentionSpec, gpu: Device) -> str | None:
@@ -91,7 +90,7 @@ def forward_streamed(
     n, t, _ = qkv.shape
     d = constants["D"]
     # what a thread has at the launch; warpgroups then hand registers to each other
-    equal = (groups * registers + _LOADER_REGISTERS) // (groups + 1) // 8 * 8
+    equal = (groups * registers + LOADER_REGISTERS) // (groups + 1) // 8 * 8
     attention_fwd_streamed_kernel[(n * constants["num_heads"] * triton.cdiv(t, 64 * groups),)](
         described(qkv, 64, d),
         described(qkv, step, d),

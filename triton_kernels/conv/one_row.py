@@ -32,8 +32,7 @@ def conv_one_row(
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
     partials = None
     if stats:
-        tiles = h * w // one_row.tile_pixels(w)
-        partials = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
+        partials = _empty((n, h, 2, co), dtype=torch.float32, device=x.device)
     beside = () if residual is None else (residual,)
     assert all(t.is_contiguous() and t.shape == y.shape for t in beside)
     one_row.launch(Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb))

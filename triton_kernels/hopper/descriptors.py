@@ -14,9 +14,8 @@ except (ImportError, AttributeError) as error:
 else:
     SUPPORTED, MISSING = True, None
 
-BARRIERS = (
-    1024  # bytes of a program's shared memory, and what the compiler wants beside its buffers
-)
+BARRIERS = 1024  # bytes of shared memory for them, and what the compiler wants beside buffers
+LOADER_REGISTERS = 24  # of a thread of the warps that load: the fewest there are
 
 
 def takes(x: Tensor) -> bool:

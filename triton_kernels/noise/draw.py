@@ -13,10 +13,7 @@ from torch import Tensor
 from ..runtime.device import is_rehearsal
 from ..runtime.layout import check_device
 from ..runtime.library import op
-from .philox import FLIP, NOISE, TIMESTEP, check_rng, normals, philox_words
-
-_BLOCK = 256  # evaluations of Philox in a program, each of which makes 4 elements of a sample
-_NUM_WARPS = 4
+from .philox import BLOCK, FLIP, NOISE, TIMESTEP, check_rng, normals, philox_words
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -83,10 +80,10 @@ def _normal(shape: list[int], rng: Tensor, stream: int, first: int) -> Tensor:
     out = torch.empty(shape, dtype=torch.float32, device=rng.device)
     if out.numel() > 0:
         elements = math.prod(shape[1:])
-        chunks = triton.cdiv(elements, 4 * _BLOCK)
+        chunks = triton.cdiv(elements, 4 * BLOCK)
         grid = (shape[0] * chunks,)
         _normal_kernel[grid](
-            out, rng, first, elements, chunks, STREAM=stream, BLOCK=_BLOCK, num_warps=_NUM_WARPS
+            out, rng, first, elements, chunks, STREAM=stream, BLOCK=BLOCK, num_warps=4
         )
     return out
 
@@ -95,9 +92,9 @@ def _normal(shape: list[int], rng: Tensor, stream: int, first: int) -> Tensor:
 def _draw_timesteps(rng: Tensor, n: int, num_timesteps: int, first: int) -> Tensor:
     out = torch.empty(n, dtype=torch.int64, device=rng.device)
     if n > 0:
-        grid = (triton.cdiv(n, _BLOCK),)
+        grid = (triton.cdiv(n, BLOCK),)
         _draw_timesteps_kernel[grid](
-            out, rng, first, n, num_timesteps, STREAM=TIMESTEP, BLOCK=_BLOCK
+            out, rng, first, n, num_timesteps, STREAM=TIMESTEP, BLOCK=BLOCK
         )
     if is_rehearsal():  # PyTorch's own ops look them up in tables
         out.zero_()
@@ -108,8 +105,8 @@ def _draw_timesteps(rng: Tensor, n: int, num_timesteps: int, first: int) -> Tens
 def _draw_flips(rng: Tensor, n: int, first: int) -> Tensor:
     out = torch.empty(n, dtype=torch.bool, device=rng.device)
     if n > 0:
-        grid = (triton.cdiv(n, _BLOCK),)
-        _draw_flips_kernel[grid](out, rng, first, n, STREAM=FLIP, BLOCK=_BLOCK)
+        grid = (triton.cdiv(n, BLOCK),)
+        _draw_flips_kernel[grid](out, rng, first, n, STREAM=FLIP, BLOCK=BLOCK)
     return out
 
 

@@ -20,10 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..runtime.layout import check_nhwc
 from ..runtime.library import derivative, op
-from .philox import DROPOUT, check_rng, philox_words
-
-_BLOCK = 256  # evaluations of Philox in a program
-_NUM_WARPS = 4
+from .philox import BLOCK, DROPOUT, check_rng, philox_words
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -87,7 +84,7 @@ def _dropout_kernel(
 def _dropout(x: Tensor, p: float, rng: Tensor, layer: int, first: int) -> Tensor:
     y = _empty(x.shape, dtype=x.dtype, device=x.device)
     elements = x[0].numel() if x.shape[0] else 0
-    chunks = triton.cdiv(elements, 4 * _BLOCK)
+    chunks = triton.cdiv(elements, 4 * BLOCK)
     _dropout_kernel[(x.shape[0] * chunks,)](
         x,
         y,
@@ -98,8 +95,8 @@ def _dropout(x: Tensor, p: float, rng: Tensor, layer: int, first: int) -> Tensor
         chunks,
         p,
         1 / (1 - p),
-        _BLOCK,
-        num_warps=_NUM_WARPS,
+        BLOCK,
+        num_warps=4,
     )
     return y
 

@@ -19,10 +19,9 @@ from ..runtime.device import is_rehearsal
 from ..runtime.layout import check_device, check_shape
 from ..runtime.library import op
 from .draw import first_words
-from .philox import TIMESTEP, check_rng
+from .philox import BLOCK, TIMESTEP, check_rng
 
 MOST_TIMESTEPS = 4096  # that one program holds
-_BLOCK = 256
 
 
 @triton.jit
@@ -111,9 +110,9 @@ def _draw_weighted_timesteps(rng: Tensor, n: int, ends: Tensor, first: int) -> T
     out = torch.empty(n, dtype=torch.int64, device=rng.device)
     if n > 0:
         total = len(ends)
-        _draw_weighted_kernel[(triton.cdiv(n, _BLOCK),)](
+        _draw_weighted_kernel[(triton.cdiv(n, BLOCK),)](
             out, rng, ends, first, n, total,
-            STREAM=TIMESTEP, BITS=total.bit_length(), BLOCK=_BLOCK,
+            STREAM=TIMESTEP, BITS=total.bit_length(), BLOCK=BLOCK,
         )  # fmt: skip
     if is_rehearsal():  # PyTorch's own ops look them up in tables
         out.zero_()

@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+BLOCK = 256  # evaluations of a program of four warps that draws
+
 TIMESTEP = 0  # the timestep of a training sample
 FLIP = 1  # whether a training sample is mirrored
 NOISE = 2  # epsilon of the forward process

@@ -67,7 +67,6 @@ _LAG = 2
 _LAG_ROUNDS = (3, 6)
 _SUMS_REGISTERS = 128  # of a thread, for the sums of one task beside the writing of another
 _MOST_CHANNELS = 16  # of a group; their sums are in one warp
-_MEETING = 3  # launches
 
 
 def _tiles(config: ClusterConfig, hw: int) -> int:
@@ -143,8 +142,7 @@ def _configs(spec: NormSpec, gpu: Device) -> tuple[ClusterConfig, ...]:
 
 
 def _cost(spec: NormSpec, gpu: Device, config: ClusterConfig) -> float:
-    """Thread blocks meet, which takes as long as some launches."""
-    return of_passes(spec.bytes, 1 + _MEETING)
+    return of_passes(spec.bytes, 1, meetings=1)
 
 
 def _clusters(tasks: int, config: ClusterConfig, device: torch.device) -> int:

@@ -124,6 +124,7 @@ class _Passes(NamedTuple):
 
     launch: float  # microseconds
     bytes: float  # that memory moves in one
+    meeting: float  # microseconds in which the thread blocks of a cluster meet
 
 
 class _Products(NamedTuple):
@@ -142,7 +143,8 @@ def of_products(name: str, flops: float, gpu: Device) -> float:
 CACHE = 2**25  # bytes of a tensor that the L2 cache still has when it is read again
 
 
-def of_passes(moved: int, launches: int) -> float:
+def of_passes(moved: int, launches: int, meetings: int = 0) -> float:
     """Microseconds of passes over memory."""
     rates = fitted_to("passes", _Passes)
-    return launches * rates.launch + moved / rates.bytes
+    waits = launches * rates.launch + meetings * rates.meeting
+    return waits + moved / rates.bytes

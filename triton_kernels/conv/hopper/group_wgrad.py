@@ -25,8 +25,6 @@ if SUPPORTED:
     from .group_wgrad_kernels import conv_pointwise_group_wgrad_kernel, conv_row_group_wgrad_kernel
 
 MOST = 4  # gradients in one launch
-_PIXELS_OF_ROWS = 256  # of a tile
-_STAGES_OF_ROWS = 2
 
 
 class Gradient(NamedTuple):
@@ -51,7 +49,7 @@ class Tile(NamedTuple):
     # parts of two; 2: half as many for each, which write half as many parts
 
 
-ROWS = tuple(Tile(1, 1, 4, _STAGES_OF_ROWS, 1, even) for even in (0, 1, 2))
+ROWS = tuple(Tile(1, 1, 4, gluon_rows.STAGES, 1, even) for even in (0, 1, 2))
 POINTS = tuple(
     Tile(*numbers, even)
     for even in (1, 2)
@@ -132,7 +130,7 @@ def launch(gradients: Sequence[Gradient], tile: Tile, steps: int, parts: Tensor)
     operands: list[TensorDescriptor | None] = []
     for g in gradients:
         if rows:
-            height = _PIXELS_OF_ROWS // (w * images)
+            height = gluon_rows.WGRAD_TILE.block_m // (w * images)
             operands += gluon_rows.in_rows(g.x, 1, images), gluon_rows.in_rows(g.dy, height, images)
         else:
             operands += _in_points(g.x), _in_points(g.dy)

@@ -27,6 +27,7 @@ from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
 from ..configs import WgradOperands, fewest_of, split_kernel
+from ..plain.pointwise_wgrad import MANY
 from ..plain.tma_boxes import (
     as_one_row,
     count_boxes,
@@ -40,8 +41,7 @@ if SUPPORTED:
 
     from .mma_wgrad_kernel import conv_mma_wgrad_kernel
 
-_BLOCK = 64  # channels
-_MANY_PIXELS = 256  # of a 1x1 layer
+BLOCK = 64  # channels
 _REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at first, by the programs of a multiprocessor
 
 
@@ -86,8 +86,8 @@ def tiles(spec: ConvSpec, gpu: Device) -> list[MmaWgrad]:
 
 
 def _fits(tile: MmaWgrad, precision: str, gpu: Device) -> bool:
-    fetched = tile.num_stages * (_BLOCK + tile.block_x) * tile.block_m * 4
-    sums = _BLOCK * tile.block_x // 128
+    fetched = tile.num_stages * (BLOCK + tile.block_x) * tile.block_m * 4
+    sums = BLOCK * tile.block_x // 128
     if precision == "tf32":
         in_registers = True  # there is one product, of no small number
     elif tile.programs > 2 or tile.block_m > 32:
@@ -109,7 +109,7 @@ def _cost(spec: ConvSpec, gpu: Device, tile: MmaWgrad) -> float:
     """A rule of thumb for the first tile: it pays from 2^27 multiplications on an H100 on, and for
     1x1 filters over many pixels always."""
     *_, pixels = spec.pixels
-    rule = "mma_wgrad points" if spec.pointwise and pixels > _MANY_PIXELS else "mma_wgrad"
+    rule = "mma_wgrad points" if spec.pointwise and pixels > MANY else "mma_wgrad"
     return of_products(rule, spec.flops, gpu) if tile == TILES[0] else math.inf
 
 
@@ -135,7 +135,7 @@ def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:
         S=s,
         PAD_H=padding[0],
         PAD_W=padding[1],
-        X_BLOCKS=tile.block_x // _BLOCK,
+        X_BLOCKS=tile.block_x // BLOCK,
         STAGES=tile.num_stages,
         AHEAD=tile.read_ahead,
         num_warps=4,
@@ -146,13 +146,13 @@ def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:
 
 def _in_boxes(x: Tensor, box: tuple[int, int, int]) -> "TensorDescriptor":
     n, h, w, c = x.shape
-    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [*box, _BLOCK])
+    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [*box, BLOCK])
 
 
 def _blocks(co: int, ci: int, taps: int, tile: MmaWgrad) -> int:
     """Programs that a part takes."""
-    columns = taps * math.ceil(ci / _BLOCK)  # of blocks
-    return math.ceil(co / _BLOCK) * math.ceil(columns * _BLOCK / tile.block_x)
+    columns = taps * math.ceil(ci / BLOCK)  # of blocks
+    return math.ceil(co / BLOCK) * math.ceil(columns * BLOCK / tile.block_x)
 
 
 WEIGHT_GRAD = split_kernel(MmaWgrad, _refuse, tiles, splits_of, launch_mma, _cost)

@@ -1,5 +1,5 @@
 """3x3 convolutions of few images for Hopper, written in Gluon: a program has 64 channels of a row
-of pixels, or of a part of it, and its whole sum.
+of pixels, and its whole sum.
 
 At batch 1 what counts is how long a program waits. Here it asks for its filters before the launch
 in front has ended, and for its pixels all at once behind it, by TMA, so that no thread moves what
@@ -25,7 +25,6 @@ if SUPPORTED:
     from .one_row_kernels import conv_one_row_kernel
 
 _WIDTHS = (16, 32, 64)  # pixels of a row
-_MOST_PIXELS = 64  # of a tile
 _FILTERS = 3 * 64 * 128  # bytes of a unit
 
 
@@ -53,16 +52,16 @@ def count_parts(spec: ConvSpec, gpu: Device) -> int:
 
 def _held(spec: ConvSpec, gpu: Device) -> int:
     """Units of a sum of any length that a program holds at once."""
-    return _room(tile_pixels(spec.w), gpu.shared_memory)
+    return _room(spec.w, gpu.shared_memory)
 
 
 def _programs(spec: ConvSpec) -> int:
-    return spec.n * spec.h * spec.w // tile_pixels(spec.w) * (spec.c // 64)
+    return spec.n * spec.h * (spec.c // 64)
 
 
 def work(spec: ConvSpec, parts: int) -> Work:
     """What its programs do, in so many parts."""
-    pixels = tile_pixels(spec.w)
+    pixels = spec.w
     terms = 9 * spec.k // parts + sum(spec.extra)
     return Work(
         tiles=_programs(spec) * parts,
@@ -77,15 +76,10 @@ def work(spec: ConvSpec, parts: int) -> Work:
     )
 
 
-def tile_pixels(w: int) -> int:
-    """Pixels of a tile in rows of w."""
-    return min(w, _MOST_PIXELS)
-
-
 def launch(operands: Operands) -> None:
     """The convolution, of operands that it serves; partials are of each tile."""
     h, w = operands.x.shape[1:3]
-    pixels = tile_pixels(w)
+    pixels = w
     assert operands.partials is None or operands.partials.shape[1] == h * w // pixels
     read, written = (partial(_in_rows, pixels=p) for p in (2 * pixels, pixels))
     x, filters, residual, second, *rest = operands.tensors(read, written)
@@ -96,7 +90,7 @@ def launch(operands: Operands) -> None:
 
 def launch_parts(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """The parts of the convolution, float32 [parts, N, CO, H * W]."""
-    wide = _in_rows(x, 2 * tile_pixels(x.shape[2]))
+    wide = _in_rows(x, 2 * x.shape[2])
     terms = (wide, filters_in_boxes(weight), *[None] * 10, out, 0)
     _launch(x, weight, terms, [0, 0], len(out))
 
@@ -105,7 +99,7 @@ def _launch(
     x: Tensor, weight: Tensor, terms: Sequence[object], extra: Sequence[int], count: int
 ) -> None:
     n, h, w, ci = x.shape
-    co, pixels = weight.shape[0], tile_pixels(w)
+    co, pixels = weight.shape[0], w
     blocks = [c // 64 for c in (ci, *extra)]
     conv_one_row_kernel[(n * h * w // pixels * (co // 64), count)](
         *terms,

@@ -27,7 +27,6 @@ if SUPPORTED:
     from .rounds_wgrad_kernel import conv_rounds_wgrad_kernel
 
 NUMBERS = 9 * 64 * 64  # of a block
-_STAGES = 2
 _MOST_SPLITS = 16
 _LISTED = 4  # numbers of parts, those with the fewest steps
 
@@ -106,7 +105,7 @@ def launch(
         ADD=accumulate,
         W=width * images,
         IMAGES=images,
-        STAGES=_STAGES,
+        STAGES=row_mma.STAGES,
         COLUMNS=columns,
         RAGGED=any(size % 64 for size in channels),
         num_warps=4,

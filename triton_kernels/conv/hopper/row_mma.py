@@ -45,7 +45,7 @@ if SUPPORTED:
     from .stationary_weights_concat import conv_stationary_weights_concat_kernel
 
 _PIXELS = 256  # of a tile
-_STAGES = 2  # of pixels, and of three filters
+STAGES = 2  # of pixels, and of three filters
 _STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
 
 _MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
@@ -411,7 +411,7 @@ def weight_grad(
         W=width * images,
         IMAGES=images,
         COLUMNS=columns,
-        STAGES=_STAGES_OF_16 if narrow else _STAGES,
+        STAGES=_STAGES_OF_16 if narrow else STAGES,
         SWAP=swap,
         RAGGED=ragged,
         num_warps=4,

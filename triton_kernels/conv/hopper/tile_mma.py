@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import BARRIERS, SUPPORTED, in_boxes
+from ...hopper.descriptors import BARRIERS, LOADER_REGISTERS, SUPPORTED, in_boxes
 from ...noise.mask_words import mask_words
 from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
@@ -70,7 +70,6 @@ WIDTHS_OF_MEANS = (8, 16, 32)
 # warpgroups count, and with 240 they have all registers of a multiprocessor, so that no other
 # kernel has a program beside this one's.
 _REGISTERS = {256: 240, 128: 168, 64: 120}
-_LOADER_REGISTERS = 24
 
 
 def refuse(spec: ConvSpec, gpu: Device, ragged: bool = True) -> str | None:
@@ -165,7 +164,7 @@ def registers(pixels: int, images: int) -> dict[str, int]:
     thread, and the one that loads few; all three begin with the mean. An epilogue of many images
     has the norm's table of each of them."""
     most = _REGISTERS[pixels] if images <= 2 else max(_REGISTERS.values())
-    return {"REGISTERS": most, "maxnreg": (2 * most + _LOADER_REGISTERS) // 3}
+    return {"REGISTERS": most, "maxnreg": (2 * most + LOADER_REGISTERS) // 3}
 
 
 def rings(config: TileMma, width: int, shared_memory: int) -> tuple[int, int]:

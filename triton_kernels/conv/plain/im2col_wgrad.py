@@ -20,7 +20,6 @@ from ...runtime.device import Device
 from ..configs import WgradOperands, split_kernel
 from ..hopper import mma_wgrad
 
-_MOST_COLUMNS = 64  # a block of `mma_wgrad`
 _FEWEST_PIXELS = 2**14  # which pay for a copy
 _TILE = mma_wgrad.TILES[0]
 
@@ -70,12 +69,12 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.dtype != "fp32":
         return "it does float32 that is not rounded to TF32"
     co, ci = spec.of_filters
-    if ci >= 16 or spec.taps * ci > _MOST_COLUMNS:
-        return f"{spec.r}x{spec.s} of {ci} channels are more than {_MOST_COLUMNS} columns"
+    if ci >= 16 or spec.taps * ci > mma_wgrad.BLOCK:
+        return f"{spec.r}x{spec.s} of {ci} channels are more than {mma_wgrad.BLOCK} columns"
     if co % 4 or co < 32 or not spec.aligned:
         return f"{co} channels of the result; it takes multiples of 4 from 32 on"
     rows, columns = spec.size
-    if not _FEWEST_PIXELS <= spec.n * rows * columns < 2**31 // _MOST_COLUMNS:
+    if not _FEWEST_PIXELS <= spec.n * rows * columns < 2**31 // mma_wgrad.BLOCK:
         return f"a copy pays for {_FEWEST_PIXELS} pixels and more"
     return None
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...tf32 import as_operand
 from .fused_tiles import programs
 from .pointer_kernels import multiply, tile_pixels
-from .pointer_tiles import OF_FMAS, PointerTile
+from .pointer_tiles import FEW, OF_FMAS, PointerTile
 from .tma import tile_origin
 from .tma_boxes import is_ragged, tile_sizes
 
@@ -28,7 +28,6 @@ TILES = [
     PointerTile(128, 64, 32, 8, 4),
     PointerTile(64, 64, 16, 4, 4),  # few channels of y
 ]
-_FEW = 16  # channels
 
 
 @triton.jit
@@ -236,5 +235,5 @@ def launch(
 
 def candidates(co: int, precision: str) -> list[PointerTile]:
     """The tiles for products over so many channels."""
-    found = [c for c in TILES if (c.block_k <= _FEW) == (co <= _FEW)]
+    found = [c for c in TILES if (c.block_k <= FEW) == (co <= FEW)]
     return [c for c in found if c in OF_FMAS] if precision == "ieee" else found

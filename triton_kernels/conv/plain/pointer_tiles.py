@@ -58,7 +58,7 @@ TILES = [
     PointerTile(16, 64, 16, 4, 4),
 ]
 FITTED_BY = ("rows", "sums", "step")  # what parameters of costs belong to
-_FEW = 16  # channels
+FEW = 16  # channels
 _UNIT = 8  # channels: 16 bytes, which are fetched at once
 # Otherwise numbers are fetched one by one, each with a pointer: larger tiles spill registers
 _OF_SINGLE_NUMBERS = [PointerTile(c, 64, k, 4, 4) for c in (16, 64) for k in (16, 32)]
@@ -90,12 +90,12 @@ def fitting(spec: ConvSpec, gpu: Device) -> list[PointerTile]:
             return False
         if spec.precision == "ieee" and c not in OF_FMAS:
             return False
-        if (c.block_c <= _FEW) != (spec.c <= _FEW) and c.block_c <= _FEW:
+        if (c.block_c <= FEW) != (spec.c <= FEW) and c.block_c <= FEW:
             return False
         if c.rows > 1 and ((spec.r, spec.s) != (3, 3) or spec.w % 16 or spec.h % c.rows):
             return False
         return (
-            (c.rows > 1 or (c.block_k <= _FEW) == (spec.k <= _FEW))
+            (c.rows > 1 or (c.block_k <= FEW) == (spec.k <= FEW))
             and _shared(c, spec) <= gpu.shared_memory
             and box_of(c, spec.n, spec.h, spec.w, is_even(spec)) is not None
         )

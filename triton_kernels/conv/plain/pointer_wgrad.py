@@ -20,7 +20,7 @@ from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ...tf32 import as_operand
 from ..configs import WgradOperands, fewest_of, split_kernel
-from .pointer_tiles import is_shared
+from .pointer_tiles import FEW, is_shared
 from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box
 
 
@@ -51,7 +51,6 @@ TILES = [
     PointerWgradTile(16, 64, 64, 3, 4, 3),  # or of y
     PointerWgradTile(16, 64, 32, 3, 4, 3, 4),
 ]
-_FEW = 16  # channels
 _OF_FMAS = [  # of float32 that is not in TF32, whose products are unrolled
     PointerWgradTile(64, 64, 32, 1, 4, 3),
     PointerWgradTile(64, 16, 32, 3, 4, 3),
@@ -178,7 +177,7 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
         return "in float32 its products are FMAs, one after the other"
     if not gpu.tma or (spec.padded and spec.itemsize == 4):  # which nobody else can do
         return None
-    if spec.itemsize == 4 or spec.stride > 1 or min(spec.k, spec.c) < _FEW:
+    if spec.itemsize == 4 or spec.stride > 1 or min(spec.k, spec.c) < FEW:
         return "of what a TMA unit could fetch it takes 16 bits, stride 1, 16 channels and more"
     if spec.k % 8 == spec.c % 8 == 0:
         return "the TMA unit of this GPU fetches such tensors"
@@ -241,8 +240,8 @@ def tiles(spec: ConvSpec, gpu: Device) -> list[PointerWgradTile]:
         if c.taps in (1, spec.s)
         and (c.rows == 1 or ((3, 3) == (spec.r, spec.s) and same))
         and _box(c, spec.n, *spec.size) is not None
-        and (c.block_ci > _FEW or ci <= _FEW)
-        and (c.block_co > _FEW or co <= _FEW)
+        and (c.block_ci > FEW or ci <= FEW)
+        and (c.block_co > FEW or co <= FEW)
         and _shared(c, spec) <= gpu.shared_memory
     ]
     return [c for c in found if is_shared(c.num_warps, _shared(c, spec), gpu)] or found

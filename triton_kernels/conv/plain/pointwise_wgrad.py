@@ -27,7 +27,8 @@ from ...tf32 import round_to_tf32, split_to_tf32
 from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel
 from .tma_boxes import refuse_wide_float32
 
-_FEW, _SOME = 64, 256  # pixels
+_FEW = 64  # pixels
+MANY = 256  # with more others are faster, `mma_wgrad` in TF32
 
 
 @configures("pointwise_wgrad")
@@ -147,7 +148,7 @@ def _cost(spec: ConvSpec, gpu: Device, tile: PointwiseWgrad) -> float:
     or `conv.plain.gather`."""
     *_, pixels = spec.pixels
     few, some, many = TILES
-    if pixels <= _SOME:
+    if pixels <= MANY:
         best = few if pixels <= _FEW or spec.precision == "ieee" else some
         rule = "pointwise_wgrad few"
     elif spec.precision == "ieee":

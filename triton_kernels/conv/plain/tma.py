@@ -46,8 +46,9 @@ class Config(NamedTuple):
     rows: int = 1  # pixel tiles one below the other, which share loads; see `multiply_rows`
 
 
-# Tiles that keep both operands of wgmma in shared memory and spill no register.
-FWD_CONFIGS = [
+# Tiles that keep both operands of wgmma in shared memory and spill no register. The cost model
+# chooses from these,
+_MODELLED = [
     Config(64, 16, 64, 4, 4),  # the linear layer over a handful of samples
     Config(64, 64, 64, 4, 4),
     Config(64, 128, 64, 4, 3),
@@ -56,7 +57,10 @@ FWD_CONFIGS = [
     Config(128, 256, 64, 8, 3),
     Config(64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
     Config(128, 128, 32, 4, 4),
-    Config(64, 128, 64, 4, 2),  # from here on only where they were measured to be faster
+]
+FWD_CONFIGS = [  # and rows name those that were measured to be faster
+    *_MODELLED,
+    Config(64, 128, 64, 4, 2),
     Config(64, 128, 64, 4, 4),
     Config(64, 256, 64, 4, 2),
     Config(64, 256, 64, 8, 3),
@@ -77,7 +81,6 @@ FWD_CONFIGS = [
     Config(128, 128, 32, 4, 3),
     Config(16, 32, 32, 4, 8),
 ]
-_MODELLED = 8  # the first so many are what the cost model chooses from
 _TRANSPOSE_FROM = 1024  # pixels of a float32 input gradient, which pay for a copy of the filters
 
 
@@ -331,7 +334,7 @@ def configs(spec: ConvSpec, gpu: Device) -> list[Config]:
 def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
     """Microseconds by a crude model: rounds of programs on the multiprocessors, times the work of
     one, which is multiplying plus fetching."""
-    if c not in FWD_CONFIGS[:_MODELLED]:
+    if c not in _MODELLED:
         return math.inf
     work = c.block_c * c.block_m + 32 * (c.block_c + c.block_m)
     clocks = triton.cdiv(_programs(c, spec), gpu.num_sms) * work * spec.k * spec.taps / 1024
