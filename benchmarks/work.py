@@ -44,7 +44,6 @@ _FAMILIES = {
     ),
     "conv wgrad": (
         "conv_weight_grad",
-        "conv_two_weight_grads",
         "conv_weight_grads",
         "linear_grads",
         "bias_grad",
@@ -72,7 +71,6 @@ _FAMILY_OF = {op: family for family, ops in _FAMILIES.items() for op in ops}
 _REWRITTEN = {  # arguments that are read and written
     "adamw_step": (0, 2, 3, 4),
     "conv_weight_grad": (2,),
-    "conv_two_weight_grads": (2, 5),
     "linear_grads": (3, 4),
 }
 _PRODUCTS = {"attention_forward": 2, "attention_backward": 5}  # T x T x d
@@ -181,11 +179,9 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         return 2 * pixels * (weight.numel() + extra)
     if name in (*_FAMILIES["conv dgrad"], "skip_dx", "skip_backward"):
         return 2 * args[0].shape[:3].numel() * args[1].numel()
-    if name in ("conv_weight_grad", "conv_two_weight_grads"):
-        pairs = zip(args[1:6:3], args[2:6:3], strict=True)
-        return sum(2 * dy.shape[:3].numel() * out.numel() for dy, out in pairs)
-    if name == "conv_weight_grads":
-        return sum(2 * dy.shape[:3].numel() * out.numel() for _, dy, out in args)
+    if name in ("conv_weight_grad", "conv_weight_grads"):
+        grads = args if name == "conv_weight_grads" else [args[:3]]
+        return sum(2 * dy.shape[:3].numel() * out.numel() for _, dy, out in grads)
     if name == "linear_grads":
         return 2 * len(args[0]) * args[2].numel() * (1 if result is None else 2)
     return 0

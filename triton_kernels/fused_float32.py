@@ -16,7 +16,6 @@ PRODUCTS = (  # of these every product is as told
     "conv_forward",
     "conv_input_grad",
     "conv_plain_input_grad",
-    "conv_two_weight_grads",
     "conv_weight_grad",
     "conv_weight_grads",
     "cross_attention_backward",

@@ -52,7 +52,6 @@ from .conv.upsampled import (
     upsampled_filters,
 )
 from .conv.wgrad_group import conv_weight_grads
-from .conv.wgrad_pair import conv_two_weight_grads
 from .conv1d.conv1d import conv_stage, head, project
 from .embedding.begin_step import begin_step
 from .embedding.linear_grads import linear_grads
@@ -94,7 +93,6 @@ __all__ = [
     "conv_plain_input_grad",
     "conv_split",
     "conv_stage",
-    "conv_two_weight_grads",
     "conv_upsampled",
     "conv_upsampled_input_grad",
     "conv_weight_grad",

@@ -138,7 +138,7 @@ def test_work_is_noted_where_the_plan_does_it():
     assert noted == work.Work("conv fwd", moved, noted.flops)
     back = work.work_of("conv_weight_grad", (x, y, weight), {}, None)
     assert back.flops == 2 * 32 * 16 * 8 * 9
-    two = work.work_of("conv_two_weight_grads", (x, y, weight, y, x, weight), {}, None)
+    two = work.work_of("conv_weight_grads", ((x, y, weight), (y, x, weight)), {}, None)
     assert two.flops == 2 * back.flops
     dx = torch.zeros(2, 8)
     linear = work.work_of("linear_grads", (dx, x[:, 0, 0], short, short, dx[0]), {}, dx)

@@ -61,7 +61,6 @@ def products(
         base.conv_weight_grads(*gradients, **options)
 
     k.conv_forward, k.conv_weight_grads = conv_forward, weight_grads
-    k.conv_two_weight_grads = lambda *args, **o: weight_grads(args[:3], args[3:], **o)
     k.conv_weight_grad = lambda x, dy, *rest, **o: base.conv_weight_grad(
         in_kernel(x), in_kernel(dy), *rest, **o
     )

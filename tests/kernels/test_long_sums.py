@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from triton_kernels.conv import wgrad_group, wgrad_pair
+from triton_kernels.conv import wgrad_group
 from triton_kernels.conv.hopper import fp16_split_wgrad, group_wgrad, mma_wgrad, row_mma
 from triton_kernels.conv.plain import gather, pointwise_wgrad, tma_stride, tma_wgrad
 from triton_kernels.conv.weight_grad import plan, weight_grad_spec
@@ -200,19 +200,20 @@ def test_parts_of_measured_rows(path):
 def test_parts_of_two(batch, share, monkeypatch):
     """Two gradients in one launch, also on a share of the GPU."""
     seen = []
-    monkeypatch.setattr(
-        wgrad_pair.row_mma, "weight_grad", lambda x, dy, parts, *_: seen.append(len(parts))
-    )
-    monkeypatch.setattr(wgrad_pair, "_sum_two", lambda *_: None)
-    (x1, dy1, out1), (x2, dy2, out2) = (tensors(batch, 64, 64, ci, 64, 3, BF16) for ci in (192, 64))
-    outs = (out.to(memory_format=torch.channels_last) for out in (out1, out2))
-    out1, out2 = outs
+    monkeypatch.setattr(row_mma, "weight_grad", lambda x, dy, parts, *_: seen.append(len(parts)))
+    monkeypatch.setattr(wgrad_group, "sum_two", lambda *_: None)
+    pair = []
+    for ci in (192, 64):
+        x, dy, out = tensors(batch, 64, 64, ci, 64, 3, BF16)
+        out = out.to(memory_format=torch.channels_last)
+        pair.append(group_wgrad.Gradient(x, dy, out))
     with standing_for(H100):
-        spec = wgrad_pair._spec(x1, dy1, out1, x2, dy2, out2, True)
-        assert wgrad_pair._refuse(spec, H100) is None
-        (together,) = wgrad_pair._together(spec, H100)
-        wgrad_pair._run(x1, dy1, out1, x2, dy2, out2, False, together, True, share)
-    assert products_of_part(dy1, seen[0], 256) <= MOST_PRODUCTS + 16
+        spec = wgrad_group.grads_spec(pair, True)
+        kernel = wgrad_group.TWO_WEIGHT_GRADS.kernel("row_wgrad_pair")
+        assert kernel.refuse(spec, H100) is None
+        (together,) = kernel.configs(spec, H100)
+        wgrad_group._run(pair, False, together, True, share)
+    assert products_of_part(pair[0].dy, seen[0], 256) <= MOST_PRODUCTS + 16
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -224,7 +225,7 @@ def test_parts_of_several(size, share, monkeypatch):
     monkeypatch.setattr(
         group_wgrad, "launch", lambda group, tile, steps, parts: seen.append(len(parts))
     )
-    monkeypatch.setattr(wgrad_group, "_sum_parts", lambda *_: None)
+    monkeypatch.setattr(wgrad_group, "sum_parts", lambda *_: None)
     for batch in BATCHES:
         group = [
             group_wgrad.Gradient(*tensors(batch, 32, 32, ci, 128, size, BF16))

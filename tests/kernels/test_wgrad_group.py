@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from triton_kernels.conv import wgrad_group as weight_grads
+from triton_kernels.conv import wgrad_parts
 from triton_kernels.conv.hopper import group_wgrad, rounds_wgrad
 from triton_kernels.conv.hopper.group_wgrad import Gradient, Tile
 from triton_kernels.conv.hopper.rounds_wgrad import Rounds
-from triton_kernels.conv.wgrad_group import conv_weight_grads
+from triton_kernels.conv.wgrad_group import Pair, conv_weight_grads
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import ConvSpec, WeightGradsSpec
@@ -40,6 +41,7 @@ class Group(NamedTuple):
 
 SMALL = {
     "one": Group(2, 8, 8, 3, ((16, 24),)),
+    "two of 3x3": Group(2, 8, 8, 3, ((16, 24), (24, 8))),
     "three of 3x3": Group(2, 8, 8, 3, ((16, 24), (24, 8), (8, 8))),
     "four of 1x1": Group(2, 5, 8, 1, ((16, 24), (24, 8), (8, 16), (8, 8)), apart=8),
     "empty batch": Group(0, 8, 8, 1, ((16, 24), (24, 8))),
@@ -118,7 +120,20 @@ def test_sums_of_parts(name, accumulate, device):
             part = part.double().unflatten(1, (side, side)).permute(0, 3, 1, 2)
             place = exact[i][co : co + tile_co, ci : ci + tile_ci]
             place += part[: place.shape[0], : place.shape[1]]
-    weight_grads._sum_parts(parts, outs, tiles, accumulate)
+    wgrad_parts.sum_parts(parts, outs, tiles, accumulate)
+    assert all(relative(out, e) <= 1e-6 for out, e in zip(outs, exact, strict=True))
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+@pytest.mark.parametrize("splits", [3, 37])
+def test_sums_of_two(splits, accumulate, device):
+    shapes = (16, 1, 1, 32), (32, 1, 1, 32)
+    outs = [randn(*shape, seed=i, device=device) for i, shape in enumerate(shapes)]
+    sizes = [out.numel() for out in outs]
+    parts = randn(splits, sum(sizes), seed=2, device=device)
+    exact = parts.double().sum(0).split(sizes)
+    exact = [e.view_as(out) + accumulate * out for e, out in zip(exact, outs, strict=True)]
+    wgrad_parts.sum_two(parts, *outs, accumulate)
     assert all(relative(out, e) <= 1e-6 for out, e in zip(outs, exact, strict=True))
 
 
@@ -169,7 +184,7 @@ def test_sums_of_cut_blocks(device):
         part = part.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
         place += part[: place.shape[0], : place.shape[1]]
     for accumulate in (False, True):
-        weight_grads._sum_cut(parts, outs, whole, accumulate)
+        wgrad_parts.sum_cut(parts, outs, whole, accumulate)
         for out, e in zip(outs, exact, strict=True):
             assert relative(out, (1 + accumulate) * e) <= 1e-6
 
@@ -192,8 +207,31 @@ def test_rounds_are_predicted_to_be_faster_than_one_after_one():
     assert fast < 0.8 * slow
 
 
+PAIRS = {
+    "64x64": Group(3, 64, 64, 3, ((192, 64), (64, 64))),
+    "16x16": Group(13, 16, 16, 3, ((64, 128), (128, 192))),
+    "8x8": Group(64, 8, 8, 3, ((256, 192), (64, 128))),
+    "8x8, an odd number": Group(37, 8, 8, 3, ((64, 64), (64, 64))),
+    "8x8, one part": Group(5, 8, 8, 3, ((512, 384), (384, 512))),
+}
+
+
 class TestGpu:
     pytestmark = gpu
+
+    @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
+    @pytest.mark.parametrize("name", PAIRS)
+    def test_two(self, name, accumulate, device, monkeypatch):
+        poison_outputs(monkeypatch, weight_grads)
+        spec = weight_grads.grads_spec(gradients(PAIRS[name], torch.bfloat16, device), True)
+        kernel = weight_grads.TWO_WEIGHT_GRADS.kernel("row_wgrad_pair")
+        (plan,) = kernel.configs(spec, describe(device))
+        assert isinstance(plan, Pair)
+        first = check(PAIRS[name], torch.bfloat16, device, accumulate, plan)
+        for _ in range(3):
+            again = check(PAIRS[name], torch.bfloat16, device, accumulate, plan)
+            assert all(map(torch.equal, again, first))
+        check(PAIRS[name], torch.bfloat16, device, accumulate, plan, share=0.5)
 
     @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
     @pytest.mark.parametrize("splits", [1, 2, 3, 5])

@@ -17,6 +17,7 @@ from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec, WeightGradsSpec
 from ...runtime.device import Device
 from ..configs import fewest_of
+from ..wgrad_parts import MOST, filled
 from . import row_mma as gluon_rows
 
 if SUPPORTED:
@@ -24,7 +25,6 @@ if SUPPORTED:
 
     from .group_wgrad_kernels import conv_pointwise_group_wgrad_kernel, conv_row_group_wgrad_kernel
 
-MOST = 4  # gradients in one launch
 
 
 class Gradient(NamedTuple):
@@ -134,10 +134,8 @@ def launch(gradients: Sequence[Gradient], tile: Tile, steps: int, parts: Tensor)
             operands += gluon_rows.in_rows(g.x, 1, images), gluon_rows.in_rows(g.dy, height, images)
         else:
             operands += _in_points(g.x), _in_points(g.dy)
-    absent = MOST - len(gradients)
-    operands += [None] * (2 * absent)
-    channels = [g.x.shape[3] for g in gradients] + [0] * absent
-    channels += [g.dy.shape[3] for g in gradients] + [0] * absent
+    operands += [None] * (2 * (MOST - len(gradients)))
+    channels = channels_of(gradients)
     if rows:
         conv_row_group_wgrad_kernel[(parts.shape[0],)](
             *operands,
@@ -166,6 +164,11 @@ def launch(gradients: Sequence[Gradient], tile: Tile, steps: int, parts: Tensor)
         num_warps=4,
         maxnreg=168 if tile.co_blocks == 2 else 128,
     )
+
+
+def channels_of(gradients: Sequence[Gradient]) -> list[int]:
+    """Of x, and of dy."""
+    return filled([g.x.shape[3] for g in gradients]) + filled([g.dy.shape[3] for g in gradients])
 
 
 def _slots(gpu: Device, tile: Tile) -> int:

@@ -20,8 +20,9 @@ from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
+from ..wgrad_parts import MOST, filled
 from . import row_mma
-from .group_wgrad import MOST, Gradient, refuse_group
+from .group_wgrad import Gradient, channels_of, refuse_group
 
 if SUPPORTED:
     from .rounds_wgrad_kernel import conv_rounds_wgrad_kernel
@@ -80,23 +81,19 @@ def launch(
     images, width = row_mma.images_of_row(w), row_mma.piece_of_row(w)
     columns, rows = row_mma.pieces_of_row(w), row_mma.WGRAD_TILE.block_m // (width * images)
     groups, tiles_h = row_mma.wgrad_tiles(n, h, w)
-    absent = MOST - len(gradients)
     operands = []
     for g in gradients:
         operands.append(row_mma.in_rows(g.x, 1, images, width, 64))
         operands.append(row_mma.in_rows(g.dy, rows, images, width, 64))
         operands.append(None if columns == 1 else row_mma.in_rows(g.x, 1, 1, 8, 64))
-    channels = [g.x.shape[3] for g in gradients] + [0] * absent
-    channels += [g.dy.shape[3] for g in gradients] + [0] * absent
+    channels = channels_of(gradients)
     cut = parts.shape[0] * config.splits
     conv_rounds_wgrad_kernel[(whole + cut,)](
         *operands,
-        *[None] * (3 * absent),
-        *(g.out for g in gradients),
-        *[gradients[0].out] * absent,
+        *[None] * (3 * (MOST - len(gradients))),
+        *filled([g.out for g in gradients], gradients[0].out),
         parts,
-        *(g.out.stride(0) for g in gradients),
-        *[0] * absent,
+        *filled([g.out.stride(0) for g in gradients]),
         *channels,
         groups * tiles_h,
         tiles_h,

@@ -28,7 +28,6 @@ from .conv import (
     conv_forward,
     conv_input_grad,
     conv_plain_input_grad,
-    conv_two_weight_grads,
     conv_weight_grad,
     conv_weight_grads,
 )
@@ -97,7 +96,6 @@ __all__ = [
     "conv_plain_input_grad",
     "conv_split",
     "conv_stage",
-    "conv_two_weight_grads",
     "conv_upsampled",
     "conv_upsampled_input_grad",
     "conv_weight_grad",

@@ -70,12 +70,6 @@ def conv_weight_grad(x, dy, out, *, accumulate=False, stride=1, padding=None):
     put(out, torch.autograd.grad(y, weight, dy[..., :co])[0], accumulate)
 
 
-def conv_two_weight_grads(x1, dy1, out1, x2, dy2, out2, *, accumulate=False, share=1.0):
-    """Of two convolutions over images of one size."""
-    conv_weight_grad(x1, dy1, out1, accumulate=accumulate)
-    conv_weight_grad(x2, dy2, out2, accumulate=accumulate)
-
-
 def conv_weight_grads(*gradients, accumulate=False, share=1.0):
     """Of several (x, dy, out)."""
     for gradient in gradients:
