@@ -7,6 +7,7 @@
     precision=bf16
     steps=3            steps profiled, of which a call has its median
     out=calls.csv      a line for each call, and for each kernel that no op has launched
+    largest=20         kinds of calls that are printed: those with the most time above their floors
 
 It also prints the sum of all kernels, and what a step takes as one CUDA graph, where some overlap.
 The host waits before and after every call, so that nothing overlaps: a call's time is the sum of
@@ -18,7 +19,7 @@ import csv
 import json
 import statistics
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ DEFAULTS = {
     "precision": "bf16",
     "steps": 3,
     "out": "calls.csv",
+    "largest": 20,
 }
 _NAME = "call "  # of a range of the profile
 _HEAD = ("call", "op", "shapes", "family", "us", "floor_us", "MB", "GFLOP", "kernels", "choices")
@@ -73,10 +75,13 @@ def main(arguments: Sequence[str]) -> int:
         step.plain(k)
     steps = [_profiled(step.plain, 10 + k) for k in range(settings["steps"])]
     rates = rates_of(harness.provenance().gpu)
+    found = list(lines(steps, rates))
     with Path(settings["out"]).open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(_HEAD)
-        writer.writerows(lines(steps, rates))
+        writer.writerows(found)
+    for said in above_floors(found)[: settings["largest"]]:
+        print(said)
     print(f"{settings['model']}, batch {settings['batch']}: kernels {_total(steps[0][2]):.3f} ms")
     wall = harness.time_steps(step.captured(), 20).median / 1000
     print(f"as one CUDA graph: {wall:.3f} ms a step")
@@ -150,6 +155,24 @@ def lines(
         yield [*head, f"{us:.2f}", floor, *needed, launched, call.chosen]
     for name, t in first.get(-1, []):
         yield ["-", "", "", "", f"{t:.2f}", "", "", "", name, ""]
+
+
+def above_floors(found: Sequence[list]) -> list[str]:
+    """Calls of the same op and shapes that launched the same kernels, in one line each; those first
+    whose times above their floors have the largest sum. None where floors are not known."""
+    kinds = defaultdict(list)
+    for line in found:
+        row = dict(zip(_HEAD, line, strict=True))
+        if row["floor_us"]:
+            kernels = Counter(kernel.split(": ")[0] for kernel in row["kernels"].split("; "))
+            kinds[row["op"], row["shapes"], tuple(kernels.items())].append(row)
+    said = []
+    for (op, shapes, kernels), rows in kinds.items():
+        us, floor = (sum(float(row[name]) for row in rows) for name in ("us", "floor_us"))
+        launched = ", ".join(f"{n} {name}" if n > 1 else name for name, n in kernels)
+        times = f"{len(rows)} of {us / len(rows):.1f} us, floor {floor / len(rows):.1f}"
+        said.append((us - floor, f"{us - floor:7.0f} us above: {times}: {op} {shapes}: {launched}"))
+    return [line for _, line in sorted(said, reverse=True)]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

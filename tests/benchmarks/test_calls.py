@@ -61,3 +61,21 @@ def test_a_line_has_the_median_of_steps_the_floor_and_what_was_chosen():
     assert alone[8] == "memset" and isinstance(needs, Work)
     [line, _] = calls.lines(steps, (0, 1.0))
     assert line[5] == ""
+
+
+def test_kinds_of_calls_are_summed_up():
+    def line(op, us, floor, kernels):
+        return [0, op, "2x4", "", us, floor, "", "", kernels, "[]"]
+
+    found = [
+        line("a", "5.0", "4.0", "k: 2.0; k: 3.0"),
+        line("b", "9.0", "1.0", "l: 9.0"),
+        line("a", "8.0", "4.0", "k: 4.0; k: 4.0"),
+        line("c", "7.0", "", "m: 7.0"),
+        line("a", "7.0", "4.0", "k: 7.0"),
+    ]
+    assert [line.split() for line in calls.above_floors(found)] == [
+        "8 us above: 1 of 9.0 us, floor 1.0: b 2x4: l".split(),
+        "5 us above: 2 of 6.5 us, floor 4.0: a 2x4: 2 k".split(),
+        "3 us above: 1 of 7.0 us, floor 4.0: a 2x4: k".split(),
+    ]
