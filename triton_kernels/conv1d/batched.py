@@ -32,7 +32,6 @@ if SUPPORTED:
 
 _ROWS = 64  # channels out of a program: the height of `wgmma`
 _MOST_POSITIONS = 256  # its width
-_SIDE_POSITIONS = 128  # beside a 1x1 skip, whose sums are in registers too
 
 
 class _Rates(NamedTuple):
@@ -73,7 +72,8 @@ def refuse(spec: StageSpec, gpu: Device) -> str | None:
 
 
 def _configs(spec: StageSpec, gpu: Device) -> list[Cut]:
-    most = _SIDE_POSITIONS if spec.side else _MOST_POSITIONS
+    # half of them beside a 1x1 skip, whose sums are in registers too
+    most = _MOST_POSITIONS // 2 if spec.side else _MOST_POSITIONS
     return [
         Cut(samples, times, blocks, slots)
         for samples, times, blocks, slots in itertools.product(

@@ -55,10 +55,11 @@ class ClusterConfig(NamedTuple):
     lag: int = 0
 
 
-_MOST_BYTES = 110 * 1024  # of an image that a thread block keeps: two to a multiprocessor
-_GOOD_BYTES = 64 * 1024  # three
+_GOOD_BYTES = 64 * 1024  # of it, three to a multiprocessor
 _LEAST_BYTES = 16 * 1024
 _MULTIPROCESSOR_BYTES = 220 * 1024  # of shared memory, less some for sums
+# of an image that a thread block keeps: two to a multiprocessor
+_MOST_BYTES = _MULTIPROCESSOR_BYTES // 2
 _LEAST_REGISTERS, _MOST_REGISTERS = 64, 248  # of a thread
 _MOST_PARTS = 8
 _MOST_CONFIGS = 6

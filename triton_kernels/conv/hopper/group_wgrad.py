@@ -26,7 +26,6 @@ if SUPPORTED:
     from .group_wgrad_kernels import conv_pointwise_group_wgrad_kernel, conv_row_group_wgrad_kernel
 
 
-
 class Gradient(NamedTuple):
     """One to be computed; of `out` only the shape matters."""
 

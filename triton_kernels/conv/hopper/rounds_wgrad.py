@@ -28,7 +28,6 @@ if SUPPORTED:
     from .rounds_wgrad_kernel import conv_rounds_wgrad_kernel
 
 NUMBERS = 9 * 64 * 64  # of a block
-_MOST_SPLITS = 16
 _LISTED = 4  # numbers of parts, those with the fewest steps
 
 
@@ -49,7 +48,7 @@ def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
 def configs(spec: WeightGradsSpec, gpu: Device) -> list[Rounds]:
     """Those with the fewest steps one after the other."""
     tiles, fewest = _tiles(spec), row_mma.fewest_wgrad_splits(spec.convs[0])
-    numbers = range(fewest, min(tiles, _MOST_SPLITS + fewest) + 1)
+    numbers = range(fewest, tiles + 1)
     best = sorted(numbers, key=lambda splits: _steps(spec, gpu, Rounds(splits)))
     return [Rounds(splits) for splits in best[:_LISTED]]
 

@@ -81,7 +81,7 @@ WGRAD_TILE, NARROW_WGRAD_TILE = RowWgrad(64), RowWgrad(16)
 
 _WIDTHS = (64,)  # pixels of a row
 _NARROW_WIDTHS = (64, 32)  # of NARROW_TILE, of two rows or of four
-_WGRAD_WIDTHS = (64, 32, 16, 8)  # of whole rows
+WGRAD_WIDTHS = (64, 32, 16, 8)  # of whole rows
 _PIECES = (64, 32, 16)  # pixels of other rows that are multiplied together
 _NARROW_WGRAD_WIDTHS = (64, 32, 16)
 PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
@@ -282,7 +282,7 @@ def refuse_wgrad_rows(
     if not whole:
         few = min(channels)
         return f"{few} channels are less than a block of 64" if few < 64 else None
-    widths = _NARROW_WGRAD_WIDTHS if narrow else _WGRAD_WIDTHS
+    widths = _NARROW_WGRAD_WIDTHS if narrow else WGRAD_WIDTHS
     if spec.w not in widths:
         return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
     rows = _PIXELS // (piece_of_row(spec.w) * images_of_row(spec.w))

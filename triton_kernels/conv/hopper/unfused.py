@@ -21,6 +21,7 @@ from ..configs import ConvOperands
 from ..plain.tma import transposes_first
 from ..plain.tma_boxes import as_one_row, unaddressable
 from .operands import filters_in_boxes
+from .tile_mma import TILES as TILE_MMA
 from .tile_mma import WIDTHS, cut, in_rows
 
 if SUPPORTED:
@@ -79,7 +80,8 @@ _ONCE = [
 ]
 _ONCE_TF32 = [(64, 64, 4), (64, 128, 4)]  # the same of an input gradient in TF32
 _TILES_A_PROCESSOR = 64  # with more, a program for each of them is not tried
-_TILES = (256, 128, 64)  # pixels of a tile of 3x3 filters whose products are of whole tiles
+# pixels of a tile of 3x3 filters whose products are of whole tiles
+_TILES = tuple(dict.fromkeys(tile.block_m for tile in TILE_MMA))
 _MOST_K = 1024  # channels of x, whose loop is unrolled
 
 

@@ -36,7 +36,7 @@ from .small_batch_kernels import conv_early_kernel
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _DEEPEST = 512  # terms of a product: 64 registers of a thread for filters, 64 for pixels
-_MAX_PARTS = 16
+MOST_PARTS = 16  # that the norm behind adds up
 _MAX_PIXELS = 1024  # of all images; with more a loop over tiles is faster
 _LARGE = 4096  # pixels of images whose programs take 64 of them, for fewer partial sums,
 _LONG = 1024  # unless their sums are of more terms than this
@@ -174,7 +174,7 @@ def split_config(spec: ConvSpec, gpu: Device) -> EarlyConfig:
     for block_m, block_k in ((64, 512), (32, 512), (64, 256), (32, 256)):
         tiles = triton.cdiv(spec.n * spec.h * spec.w, block_m) * triton.cdiv(spec.c, 64)
         parts = triton.cdiv(terms, block_k)
-        if 2 * tiles * parts >= 0.95 * sms and parts <= _MAX_PARTS:
+        if 2 * tiles * parts >= 0.95 * sms and parts <= MOST_PARTS:
             break
     rounds = 1
     while rounds < parts and tiles * triton.cdiv(parts, rounds) > sms:

@@ -26,7 +26,7 @@ from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device, describe
 from ..fused_spec import forward_spec
 from ..hopper import one_row
-from .small_batch import refuse_split, split_early, split_work
+from .small_batch import MOST_PARTS, refuse_split, split_early, split_work
 from .tma import tile_origin
 from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
 
@@ -73,7 +73,6 @@ _TILES = [
     (64, 16, 64, 4, 6),
     (64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
 ]
-_MAX_SPLITS = 16
 _MAX_PIXELS = 1024  # of an image: the norm behind it holds a group of all of them
 _STEPS = 4  # at least so many products a part: fewer are not worth the adding
 
@@ -274,12 +273,12 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[SplitConfig]:
     block_c, block_m, block_k, *_ = tiles[0]
     programs = _programs(spec, block_c, block_m)
     steps = _steps(block_k, spec)
-    wanted = min(2 * gpu.num_sms // max(programs, 1), steps // _STEPS, _MAX_SPLITS)
+    wanted = min(2 * gpu.num_sms // max(programs, 1), steps // _STEPS, MOST_PARTS)
     wanted = _whole(steps, max(wanted, 1))
     for tile in tiles:
         steps = _steps(tile[2], spec)
         for factor in (1, 2, 0.5):
-            splits = min(max(int(wanted * factor), 1), _MAX_SPLITS, steps)
+            splits = min(max(int(wanted * factor), 1), MOST_PARTS, steps)
             found.append(SplitConfig(*tile, _whole(steps, splits)))
     return list(dict.fromkeys(found))
 
