@@ -92,9 +92,7 @@ def _load_block(
 
 @gluon.jit
 def _load_any(
-    x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
-    ring, CI1, CI2, CI3, CI4, end1, end2, end3, first, last, tiles, options,
-    POINTS: gl.constexpr, COUNT: gl.constexpr,
+    descs, ring, CI, ends, first, last, tiles, options, POINTS: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
     """The tiles of a piece, block by block. `options`: (GROUPS, BLOCKS, STEPS) of 1x1
     filters, (tiles_h, W, IMAGES) of 3x3."""
@@ -102,26 +100,20 @@ def _load_any(
         start = block * tiles
         begin = gl.maximum(first, start)
         end = gl.minimum(last, start + tiles)
-        if block < end1:
-            _load_block(
-                x1_desc, dy1_desc, ring, first, begin, end, start, block, CI1, options, POINTS
-            )
-        if (block >= end1) & (block < end2):
-            _load_block(
-                x2_desc, dy2_desc, ring, first, begin, end, start, block - end1, CI2, options,
-                POINTS,
-            )  # fmt: skip
-        if COUNT > 2:
-            if (block >= end2) & (block < end3):
+        for i in gl.static_range(COUNT):
+            here = block
+            if i > 0:
+                here = block - ends[i - 1]
+            if i == 0:
+                inside = block < ends[0]
+            elif i == 3:
+                inside = block >= ends[2]
+            else:
+                inside = (block >= ends[i - 1]) & (block < ends[i])
+            if inside:
                 _load_block(
-                    x3_desc, dy3_desc, ring, first, begin, end, start, block - end2, CI3, options,
-                    POINTS,
-                )  # fmt: skip
-        if COUNT > 3:
-            if block >= end3:
-                _load_block(
-                    x4_desc, dy4_desc, ring, first, begin, end, start, block - end3, CI4, options,
-                    POINTS,
+                    descs[i][0], descs[i][1], ring, first, begin, end, start, here, CI[i],
+                    options, POINTS,
                 )  # fmt: skip
 
 
@@ -193,8 +185,8 @@ def conv_row_group_wgrad_kernel(
         _accumulate_rows, (part_ptr, ring, first, last, tiles, W, IMAGES),
         _load_any,
         (
-            x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
-            ring, CI1, CI2, CI3, CI4, end1, end2, end3, first, last, tiles,
+            ((x1_desc, dy1_desc), (x2_desc, dy2_desc), (x3_desc, dy3_desc), (x4_desc, dy4_desc)),
+            ring, (CI1, CI2, CI3, CI4), (end1, end2, end3), first, last, tiles,
             (tiles_h, W, IMAGES), False, COUNT,
         ),
         3, (160, 40 if W == 16 else 32),
@@ -288,8 +280,8 @@ def conv_pointwise_group_wgrad_kernel(
         _accumulate_points, (part_ptr, ring, first, last, tiles, GROUPS, BLOCKS, STEPS),
         _load_any,
         (
-            x1_desc, dy1_desc, x2_desc, dy2_desc, x3_desc, dy3_desc, x4_desc, dy4_desc,
-            ring, CI1, CI2, CI3, CI4, end1, end2, end3, first, last, tiles,
+            ((x1_desc, dy1_desc), (x2_desc, dy2_desc), (x3_desc, dy3_desc), (x4_desc, dy4_desc)),
+            ring, (CI1, CI2, CI3, CI4), (end1, end2, end3), first, last, tiles,
             (GROUPS, BLOCKS, STEPS), True, COUNT,
         ),
         GROUPS, (240 if GROUPS == 2 else 160, 24),

@@ -20,31 +20,17 @@ from .row_wgrad import load_tiles, multiply_tile
 
 @gluon.jit
 def _load(
-    x1_desc, dy1_desc, sides1_desc, x2_desc, dy2_desc, sides2_desc,
-    x3_desc, dy3_desc, sides3_desc, x4_desc, dy4_desc, sides4_desc,
-    ring, gradient, first, last, co0, ci0, tiles_h,
+    descs, ring, gradient, first, last, co0, ci0, tiles_h,
     W: gl.constexpr, IMAGES: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    if gradient == 0:
-        load_tiles(
-            x1_desc, dy1_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES, sides1_desc, COLUMNS
-        )
-    if gradient == 1:
-        load_tiles(
-            x2_desc, dy2_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES, sides2_desc, COLUMNS
-        )
-    if x3_desc is not None:
-        if gradient == 2:
-            load_tiles(
-                x3_desc, dy3_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES,
-                sides3_desc, COLUMNS,
-            )  # fmt: skip
-    if x4_desc is not None:
-        if gradient == 3:
-            load_tiles(
-                x4_desc, dy4_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES,
-                sides4_desc, COLUMNS,
-            )  # fmt: skip
+    for i in gl.static_range(4):
+        x_desc, dy_desc, sides_desc = descs[i]
+        if x_desc is not None:
+            if gradient == i:
+                load_tiles(
+                    x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES,
+                    sides_desc, COLUMNS,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -158,24 +144,15 @@ def conv_rounds_wgrad_kernel(
     CO = CO1
     stride = stride1
     to_ptr = out1_ptr
-    if gradient == 1:
-        CI = CI2
-        CO = CO2
-        stride = stride2
-        to_ptr = out2_ptr
-        block -= end1
-    if gradient == 2:
-        CI = CI3
-        CO = CO3
-        stride = stride3
-        to_ptr = out3_ptr
-        block -= end2
-    if gradient == 3:
-        CI = CI4
-        CO = CO4
-        stride = stride4
-        to_ptr = out4_ptr
-        block -= end3
+    others = (
+        (CI2, CO2, stride2, out2_ptr, end1),
+        (CI3, CO3, stride3, out3_ptr, end2),
+        (CI4, CO4, stride4, out4_ptr, end3),
+    )
+    for i in gl.static_range(3):
+        if gradient == i + 1:
+            CI, CO, stride, to_ptr, start = others[i]
+            block -= start
     co0 = block // gl.cdiv(CI, 64) * 64
     ci0 = block % gl.cdiv(CI, 64) * 64
     to_ptr += co0.to(gl.int64) * stride + ci0
@@ -192,8 +169,10 @@ def conv_rounds_wgrad_kernel(
         ),
         _load,
         (
-            x1_desc, dy1_desc, sides1_desc, x2_desc, dy2_desc, sides2_desc,
-            x3_desc, dy3_desc, sides3_desc, x4_desc, dy4_desc, sides4_desc,
+            (
+                (x1_desc, dy1_desc, sides1_desc), (x2_desc, dy2_desc, sides2_desc),
+                (x3_desc, dy3_desc, sides3_desc), (x4_desc, dy4_desc, sides4_desc),
+            ),
             ring, gradient, first, last, co0, ci0, tiles_h, W, IMAGES, COLUMNS,
         ),
         3, (160, 32),
