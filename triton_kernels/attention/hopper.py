@@ -14,6 +14,8 @@ another multiplies. What plain Triton cannot say, and what it gains:
   bias gradient are sums of what lies there.
 """
 
+from collections.abc import Sequence
+
 import triton
 from torch import Tensor
 
@@ -37,18 +39,26 @@ def _rows(t: int) -> int:
     return max(64, triton.next_power_of_2(t))
 
 
-def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
-    """Why heads cannot stay in shared memory: not on Hopper, not in 16 bits, or too large."""
-    rows = _rows(spec.t)
+def refuse_heads(spec: AttentionSpec, gpu: Device, dims: Sequence[int]) -> str | None:
+    """Why no kernel for Hopper has them: no such GPU, not in 16 bits, not of these sizes, or not
+    for TMA to read."""
     if spec.keys is not None:
         return "keys and values in another tensor than queries"
     if reason := missing(gpu, spec.itemsize):
         return reason
-    if spec.d not in _HEAD_DIMS:
-        return f"heads of {spec.d} channels; it has {', '.join(map(str, _HEAD_DIMS))}"
+    if spec.d not in dims:
+        return f"heads of {spec.d} channels; it has {', '.join(map(str, dims))}"
+    return None if spec.fetchable else "an address or stride that TMA cannot read"
+
+
+def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
+    """Why heads cannot stay in shared memory: `refuse_heads`, or too large."""
+    rows = _rows(spec.t)
+    if reason := refuse_heads(spec, gpu, _HEAD_DIMS):
+        return reason
     if rows > _MOST_ROWS or (spec.grad and rows * spec.d > 2 * _MOST_DQ):
         return f"{spec.t} positions of a head of {spec.d} are too many for shared memory"
-    return None if spec.fetchable else "an address or stride that TMA cannot read"
+    return None
 
 
 def fetchable(x: Tensor) -> bool:

@@ -21,11 +21,11 @@ import torch
 import triton
 from torch import Tensor
 
-from ..hopper.descriptors import SUPPORTED, missing
+from ..hopper.descriptors import SUPPORTED
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import following, overlapping
 from ..runtime.device import Device
-from .hopper import described, shared
+from .hopper import described, refuse_heads, shared
 from .kernels import attention_bwd_delta_kernel
 
 if SUPPORTED:
@@ -40,12 +40,8 @@ _THREADS = 12 * 32  # three warps that do not multiply take the registers of fou
 def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
     """Why dq cannot be relayed: not on Hopper, not in 16 bits, not heads like these, or more
     programs a head than are sure to run at the same time."""
-    if spec.keys is not None:
-        return "keys and values in another tensor than queries"
-    if reason := missing(gpu, spec.itemsize):
+    if reason := refuse_heads(spec, gpu, DIMS):
         return reason
-    if spec.d not in DIMS:
-        return f"heads of {spec.d} channels; it has {', '.join(map(str, DIMS))}"
     if spec.t <= KEEP:
         return f"{spec.t} positions, the keys of one program"
     programs, most = triton.cdiv(spec.t, KEEP), gpu.num_sms // _SHARE
@@ -53,7 +49,7 @@ def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
         return (
             f"{spec.t} positions are {programs} programs that wait for each other; at most {most}"
         )
-    return None if spec.fetchable else "an address or stride that TMA cannot read"
+    return None
 
 
 def backward(

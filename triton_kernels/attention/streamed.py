@@ -14,11 +14,11 @@ it. Two kernels share that loop, and differ in who loads:
 import triton
 from torch import Tensor
 
-from ..hopper.descriptors import LOADER_REGISTERS, SUPPORTED, missing
+from ..hopper.descriptors import LOADER_REGISTERS, SUPPORTED
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
-from .hopper import described, shared
+from .hopper import described, refuse_heads, shared
 
 if SUPPORTED:
     from .streamed_kernels import attention_fwd_kept_kernel, attention_fwd_streamed_kernel
@@ -30,22 +30,12 @@ _KEPT_REGISTERS = 128  # of a thread, so that programs of 512 together fit a mul
 
 def refuse_kept(spec: AttentionSpec, gpu: Device) -> str | None:
     """Why `kept` cannot compute this: not on Hopper, not in 16 bits, or not heads like these."""
-    return _refuse(spec, gpu, KEPT_DIMS)
+    return refuse_heads(spec, gpu, KEPT_DIMS)
 
 
 def refuse_streamed(spec: AttentionSpec, gpu: Device) -> str | None:
     """Why `streamed` cannot, likewise."""
-    return _refuse(spec, gpu, STREAMED_DIMS)
-
-
-def _refuse(spec: AttentionSpec, gpu: Device, dims: tuple[int, ...]) -> str | None:
-    if spec.keys is not None:
-        return "keys and values in another tensor than queries"
-    if reason := missing(gpu, spec.itemsize):
-        return reason
-    if spec.d not in dims:
-        return f"heads of {spec.d} channels; it has {', '.join(map(str, dims))}"
-    return None if spec.fetchable else "an address or stride that TMA cannot read"
+    return refuse_heads(spec, gpu, STREAMED_DIMS)
 
 
 def forward_kept(

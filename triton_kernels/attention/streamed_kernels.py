@@ -51,6 +51,38 @@ def _softmax(s, m, total, first, scale_log2, T: gl.constexpr):
     return p, m_new, total * alpha + gl.sum(p, 1), alpha
 
 
+@gluon.jit
+def _rescaled(s, m, total, acc, first, scale_log2, dtype: gl.constexpr, T: gl.constexpr):
+    """The softmax of scores as the left operand of its product with values, and what was summed
+    before, in its units."""
+    OUT: gl.constexpr = acc.type.layout
+    weights, m, total, alpha = _softmax(s, m, total, first, scale_log2, T)
+    acc *= gl.convert_layout(alpha, gl.SliceLayout(1, OUT))[:, None]
+    p = gl.convert_layout(round_pairs(weights, dtype), gl.DotOperandLayout(0, OUT, 2))
+    return p, m, total, acc
+
+
+@gluon.jit
+def _finish(
+    acc, p, m, total, buf, o_desc, lse_ptr, row, n, t0, head, T: gl.constexpr
+):  # fmt: skip
+    """lse and o of the queries in `buf` from t0 on, when the last product is done."""
+    ROWS: gl.constexpr = m.shape[0]
+    VECTOR: gl.constexpr = m.type.layout
+    offs = t0 + gl.arange(0, ROWS, layout=VECTOR)
+    gl.store(lse_ptr + row.to(gl.int64) * T + offs, m + log2(total), mask=offs < T)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    D: gl.constexpr = acc.shape[1]
+    OUT: gl.constexpr = acc.type.layout
+    acc *= gl.convert_layout(1 / total, gl.SliceLayout(1, OUT))[:, None]
+    sync_threads()  # all have done with q
+    matrix(buf).store(round_pairs(acc, buf.dtype))
+    fence_async_shared()
+    sync_threads()
+    tma_store(o_desc, [n, t0, head * D], buf)
+    tma.store_wait(0)
+
+
 # --- streamed: warpgroups that multiply, and a warp that loads ------------------------------------
 
 
@@ -103,8 +135,6 @@ def _attend(
     dtype: gl.constexpr = memory.q_bufs.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     scale_log2 = scale * _LOG2_E
     zeros = gl.zeros([64, STEP], gl.float32, SCORES)
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
@@ -121,29 +151,19 @@ def _attend(
         memory.keys.release(j)
         memory.values.release_before(j, pred=j > 0)
         k = matrix(memory.keys.bufs.index(memory.keys.wait(j + 1))).permute((1, 0))
-        weights, m, total, alpha = _softmax(s, m, total, j * STEP, scale_log2, T)
-        acc *= gl.convert_layout(alpha, ROW)[:, None]
-        p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
+        p, m, total, acc = _rescaled(s, m, total, acc, j * STEP, scale_log2, dtype, T)
         scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
         v = matrix(memory.values.bufs.index(memory.values.wait(j)))
         acc = warpgroup_mma(p, v, acc, is_async=True)
         s, acc, p = warpgroup_mma_wait(0, deps=(scores, acc, p))
-    weights, m, total, alpha = _softmax(s, m, total, (STEPS - 1) * STEP, scale_log2, T)
-    acc *= gl.convert_layout(alpha, ROW)[:, None]
-    p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
+    p, m, total, acc = _rescaled(s, m, total, acc, (STEPS - 1) * STEP, scale_log2, dtype, T)
     v = matrix(memory.values.bufs.index(memory.values.wait(STEPS - 1)))
     acc = warpgroup_mma(p, v, acc, is_async=True)
-    offs = block.t0 + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    gl.store(lse_ptr + block.row.to(gl.int64) * T + offs, m + log2(total), mask=offs < T)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    acc *= gl.convert_layout(1 / total, ROW)[:, None]
-    sync_threads()  # all have done with q
-    q.store(round_pairs(acc, dtype))
-    fence_async_shared()
-    sync_threads()
-    where = [block.n, block.t0 + GROUP * 64, block.head * D]
-    tma_store(o_desc, where, memory.q_bufs.index(GROUP))
-    tma.store_wait(0)
+    t0 = block.t0 + GROUP * 64
+    _finish(
+        acc, p, m, total, memory.q_bufs.index(GROUP), o_desc, lse_ptr, block.row, block.n, t0,
+        block.head, T,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -223,8 +243,6 @@ def attention_fwd_kept_kernel(
     PARTS: gl.constexpr = (T + KEEP - 1) // KEEP
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, STEP, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
-    ROW: gl.constexpr = gl.SliceLayout(1, OUT)
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     q_buf = gl.allocate_shared_memory(dtype, [1, KEEP, D], q_desc.layout)
     k_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], kv_desc.layout)
     v_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], kv_desc.layout)
@@ -260,26 +278,13 @@ def attention_fwd_kept_kernel(
         after = (j + 1) % SLOTS
         mbarrier.wait(full.index(after), (j + 1) // SLOTS & 1)
         k = matrix(k_bufs.index(after)).permute((1, 0))
-        weights, m, total, alpha = _softmax(s, m, total, j * STEP, scale_log2, T)
-        acc *= gl.convert_layout(alpha, ROW)[:, None]
-        p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
+        p, m, total, acc = _rescaled(s, m, total, acc, j * STEP, scale_log2, dtype, T)
         scores = warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
         acc = warpgroup_mma(p, matrix(v_bufs.index(slot)), acc, is_async=True)
         s, acc, p = warpgroup_mma_wait(0, deps=(scores, acc, p))
         sync_threads()  # all have done with this block
         if j + SLOTS < STEPS:
             _fetch(kv_desc, k_bufs, v_bufs, full, j + SLOTS, n, column, part, SLOTS)
-    weights, m, total, alpha = _softmax(s, m, total, (STEPS - 1) * STEP, scale_log2, T)
-    acc *= gl.convert_layout(alpha, ROW)[:, None]
-    p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
+    p, m, total, acc = _rescaled(s, m, total, acc, (STEPS - 1) * STEP, scale_log2, dtype, T)
     acc = warpgroup_mma(p, matrix(v_bufs.index((STEPS - 1) % SLOTS)), acc, is_async=True)
-    offs = t0 + gl.arange(0, KEEP, layout=gl.SliceLayout(1, SCORES))
-    gl.store(lse_ptr + row.to(gl.int64) * T + offs, m + log2(total), mask=offs < T)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    acc *= gl.convert_layout(1 / total, ROW)[:, None]
-    sync_threads()  # all have done with q
-    q.store(round_pairs(acc, dtype))
-    fence_async_shared()
-    sync_threads()
-    tma_store(o_desc, [n, t0, head * D], q_buf)
-    tma.store_wait(0)
+    _finish(acc, p, m, total, q_buf, o_desc, lse_ptr, row, n, t0, head, T)
