@@ -110,19 +110,6 @@ def spec_of(operands: ConvOperands) -> ConvSpec:
         m = n * h * w
         n, h, w = (m, 1, 1) if operands.dgrad and tma.worth_transposing(y) else (1, 1, m)
         p, q = h, w
-    return ConvSpec(
-        n=n,
-        dtype=dtype,
-        h=h,
-        w=w,
-        k=k,
-        c=c,
-        r=r,
-        s=s,
-        p=p,
-        q=q,
-        stride=stride,
-        padding=tuple(padding),
-        filters=(co, ci),
-        aligned=aligned(x) and aligned(y) and aligned(weight),
-    )
+    pixels = {"p": p, "q": q, "stride": stride, "padding": tuple(padding)}
+    whole = aligned(x) and aligned(y) and aligned(weight)
+    return ConvSpec(n, dtype, h, w, k, c, r, s, **pixels, filters=(co, ci), aligned=whole)

@@ -85,31 +85,31 @@ _SPLIT_CONFIGS = [Config(64, 128, 32, 4, 2), Config(64, 64, 32, 4, 3), Config(64
 _SPLITTING_CONFIGS = [Config(64, 64, 32, 4, 4)]
 
 
-def _tiles(configs: list[Config]) -> Callable[[ConvSpec, Device], list[Config]]:
-    """Those that can do a convolution."""
+def _tma(configs: list[Config], launch: Callable[..., None], adds: tuple[str, ...]) -> Kernel:
+    """The kernel that TMA fetches for, of one pass."""
 
     def fitting(spec: ConvSpec, gpu: Device) -> list[Config]:
         exact = _SPLIT_CONFIGS if spec.taps > 1 else _SPLITTING_CONFIGS
         return fused_tiles.fitting(exact if spec.precision == "ieee" else configs, spec, gpu)
 
-    return fitting
+    return Kernel(
+        "tma",
+        Config,
+        fused_tiles.refuse,
+        fitting,
+        fused_tiles.cost,
+        launch,
+        fused_tiles.work,
+        ("num_warps", "rows"),
+        adds=adds,
+    )
 
 
 FORWARD = Op(
     "conv_forward",
     key=("h", "w", "k", "c", "r", "s", "dtype", "residual", "extras", "stats"),
     kernels=(
-        Kernel(
-            "tma",
-            Config,
-            fused_tiles.refuse,
-            _tiles(_FWD_CONFIGS),
-            cost=fused_tiles.cost,
-            launch=fused_launch.forward,
-            adds=FORWARD_TERMS,
-            work=fused_tiles.work,
-            fitted_by=("num_warps", "rows"),
-        ),
+        _tma(_FWD_CONFIGS, fused_launch.forward, FORWARD_TERMS),
         pointer.FORWARD,
         *row_mma.KERNELS,
         tile_mma.KERNEL,
@@ -120,17 +120,7 @@ INPUT_GRAD = Op(
     "conv_input_grad",
     key=("h", "w", "k", "c", "first", "r", "s", "dtype", "activation"),
     kernels=(
-        Kernel(
-            "tma",
-            Config,
-            fused_tiles.refuse,
-            _tiles(_DGRAD_CONFIGS),
-            cost=fused_tiles.cost,
-            launch=fused_launch.input_grad,
-            adds=GRAD_TERMS,
-            work=fused_tiles.work,
-            fitted_by=("num_warps", "rows"),
-        ),
+        _tma(_DGRAD_CONFIGS, fused_launch.input_grad, GRAD_TERMS),
         pointer.INPUT_GRAD,
         *row_mma.KERNELS,
         tile_mma.KERNEL,
@@ -221,20 +211,9 @@ def conv_input_grad(
     if config is None:
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
         rest["allow_tf32"] = allow_tf32
-        spec = ConvSpec(
-            n=n,
-            dtype=dtype_name(dy.dtype, allow_tf32),
-            h=h,
-            w=w,
-            k=k,
-            c=ci,
-            r=r,
-            s=s,
-            filters=(co, ci),
-            first=inputs[0].shape[3],
-            activation=activation,
-            mask=mask is not None,
-        )
+        dtype, first = dtype_name(dy.dtype, allow_tf32), inputs[0].shape[3]
+        added = {"activation": activation, "mask": mask is not None}
+        spec = ConvSpec(n, dtype, h, w, k, ci, r, s, filters=(co, ci), first=first, **added)
 
         def run(c: tuple) -> Tensor:
             return conv_input_grad(dy, weight, **rest, config=c)[0]

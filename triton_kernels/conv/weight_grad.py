@@ -63,22 +63,11 @@ def weight_grad_spec(
     n, h, w, k = x.shape
     co, ci, r, s = weight.shape
     _, p, q, c = dy.shape
+    dtype, rounded = dtype_name(x.dtype, precision != "ieee"), weight.dtype != torch.float32
+    pixels = {"p": p, "q": q, "stride": stride, "padding": tuple(padding)}
+    whole = aligned(x) and aligned(dy)
     return ConvSpec(
-        n=n,
-        dtype=dtype_name(x.dtype, precision != "ieee"),
-        h=h,
-        w=w,
-        k=k,
-        c=c,
-        r=r,
-        s=s,
-        p=p,
-        q=q,
-        stride=stride,
-        padding=tuple(padding),
-        filters=(co, ci),
-        aligned=aligned(x) and aligned(dy),
-        rounded=weight.dtype != torch.float32,
+        n, dtype, h, w, k, c, r, s, **pixels, filters=(co, ci), aligned=whole, rounded=rounded
     )
 
 
