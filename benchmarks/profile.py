@@ -65,7 +65,7 @@ _BY_KERNEL = (
     ),
     ("conv wgrad", r"wgrad|column_sum|^_sum_(partials|two|group)|^_linear_grads"),
     ("conv dgrad", r"dgrad|conv_(pointer_)?input_grad"),
-    ("conv fwd", r"fprop|conv_(pointer_)?forward|stride2_fwd"),
+    ("conv fwd", r"fprop|conv_(pointer_)?forward"),
     (
         "norm",
         r"group_?norm|^norm_|^_segment_sums|^_activation_grad|^_skip_dx"

@@ -49,7 +49,6 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("conv_unfused_pointwise_kernel", "_PlannedBackward", "conv dgrad"),
         ("conv_narrow_output_kernel", "_Planned", "conv fwd"),
         ("_sum_two_kernel", "_PlannedBackward", "conv wgrad"),
-        ("_stride2_fwd_kernel", "_Planned", "conv fwd"),
         ("conv_early_kernel", "", "conv fwd"),
         ("conv_one_row_kernel", "", "conv fwd"),
         ("_qkv_attention_kernel", "", "attention"),

@@ -58,12 +58,13 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({"BLOCK_C": 16}, Expect(wgmma=False, tma=False)),  # fewer rows than the 64 of a wgmma
         ({}, Expect(wgmma=True, tma=False)),
     ],
-    "_conv2d_tf32x3_kernel": [
-        ({"float32": True, "R": 1}, _REGISTERS),
-        ({"arch": 120}, _SHARED._replace(spills=108)),
+    "_conv2d_tma_kernel": [
+        (_EXACT | {"float32": True, "R": 1}, _REGISTERS),
+        (_EXACT | {"arch": 120}, _SHARED._replace(spills=108)),
+        ({"BLOCK_C": 16}, _NONE),
+        ({"BLOCK_C": 32}, _NONE),
         ({}, _SHARED),
     ],
-    "_conv2d_tma_kernel": [({"BLOCK_C": 16}, _NONE), ({}, _SHARED)],
     "_conv2d_wgrad_gather_kernel": [
         ({"SPLIT": True}, Expect(wgmma="registers", tma=False)),
         (_EXACT, Expect(wgmma=False, tma=False)),
@@ -127,8 +128,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "_qkv_attention_kernel": [({"BLOCK_T": 16}, _NONE), ({}, _REGISTERS)],
     "_skip_dx_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
     "_split_kernel": Expect(wgmma=False, tma=False),
-    "_stride2_dgrad_kernel": [({"BLOCK_C": 32}, _NONE), ({}, _SHARED)],
-    "_stride2_fwd_kernel": _SHARED,
     "_stride2_wgrad_kernel": _SHARED,
     "_transpose_weights_kernel": Expect(wgmma=False, tma=False),
 }

@@ -32,9 +32,9 @@ from ..tf32 import as_operand
 from .plain import fused_tiles, pointer_skip_dx, pointer_tiles
 from .plain.fused_launch import columns_in_boxes
 from .plain.pointer_tiles import PointerTile
-from .plain.tf32x3 import multiply_split, whole_sum
+from .plain.products import multiply, tile_origin, whole_sum
 from .plain.tile_edges import count_tiles, tile_number, zero_outside
-from .plain.tma import Config, tile_origin
+from .plain.tma import Config
 from .plain.tma_boxes import (
     boxes_of_image,
     count_boxes,
@@ -175,7 +175,8 @@ def _skip_dx_kernel(
 ):
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    n0, h0, w0, c0 = tile_origin(P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    at = tile_origin(P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    n0, h0, w0, c0 = at
     if coeff_ptr is None:  # a tile is of one image
         p, q, r = folded_coefficients(
             partial_ptr, None, table_ptr, None, None, None, rows_ptr, None, None, None, 0, 0, 0, 0,
@@ -195,9 +196,9 @@ def _skip_dx_kernel(
         r = tl.load(ptrs + 2 * CK, mask=mask, other=0.0)
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     if PRECISION == "ieee":
-        acc, small = multiply_split(
-            acc, acc, dy_desc, None, w_desc, None, n0, h0, w0, c0, CO, 1, 1, 0, 0, True, "tf32",
-            BLOCK_M, BLOCK_C, BLOCK_K,
+        acc, small = multiply(
+            acc, acc, dy_desc, None, w_desc, None, at, CO, 0, None,
+            1, 1, 0, 0, 1, True, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
         )  # fmt: skip
         acc = whole_sum(acc, small)
     else:

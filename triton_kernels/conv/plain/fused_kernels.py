@@ -4,8 +4,7 @@ an epilogue for each.
 An accumulator is [channels, pixels], so a thread holds whole runs of pixels of a few channels:
 sums over pixels are nearly free, and an image of the tile is a slice [channels, image, pixels].
 
-Products of float32 that may not be in TF32 (PRECISION "ieee") are three of them each, as in
-`conv.plain.tf32x3`.
+Products are those of `conv.plain.products`.
 """
 
 import triton
@@ -14,84 +13,80 @@ import triton.language as tl
 from ...activations import activate_affine_grad
 from ...noise.dropout import kept
 from ...runtime.dependent_launch import await_inputs
-from ...tf32 import as_operand
-from .tf32x3 import multiply_split, whole_sum
-from .tile_edges import count_tiles, tile_number, zero_outside
-from .tma import multiply, multiply_rows, tile_origin
-
-
-@triton.jit
-def _store_partials(
-    partial_ptr,  # [N, K, 2, C]
-    first,  # [BLOCK_C, TILE_N]
-    second,
-    n0,
-    h0,
-    w0,
-    c0,
-    N,
-    P,
-    Q,
-    C,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    RAGGED: tl.constexpr,
-):
-    """Both sums of this tile, as entry k of each of its images."""
-    k = tile_number(h0, w0, Q, TILE_H, TILE_W, RAGGED)
-    tiles = count_tiles(P, TILE_H, RAGGED) * count_tiles(Q, TILE_W, RAGGED)
-    offs_c = c0 + tl.arange(0, BLOCK_C)
-    offs_n = n0 + tl.arange(0, TILE_N)
-    mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
-    row = (offs_n.to(tl.int64) * tiles + k) * 2
-    ptrs = partial_ptr + row[None, :] * C + offs_c[:, None]
-    tl.store(ptrs, first, mask=mask)
-    tl.store(ptrs + C, second, mask=mask)
-
+from .products import (
+    multiply,
+    multiply_pointwise,
+    multiply_rows,
+    tile_origin,
+    whole_sum,
+    zero_sums,
+)
+from .tile_edges import store_partials, zero_outside
 
 # --- forward --------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _multiply_pointwise(
-    acc0,  # float32 [BLOCK_C, BLOCK_M], at row h0
-    acc1,  # at row h0 + 1, if ROWS > 1, ...
-    acc2,
-    acc3,
-    x_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
-    w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]
-    n0,
-    h0,
-    w0,
-    c0,
+def _convolve(
+    x_desc,  # as those of `multiply`
+    x_small_desc,
+    w_desc,
+    w_small_desc,
+    at,
+    CI,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    DGRAD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Accumulators of tiles one below the other, and the second sum of "ieee"."""
+    accs = zero_sums(ROWS, BLOCK_C, BLOCK_M)
+    small = accs[0]
+    if ROWS == 1:
+        acc, small = multiply(
+            accs[0], small, x_desc, x_small_desc, w_desc, w_small_desc, at, CI, 0, None,
+            R, S, R // 2, S // 2, 1, DGRAD, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+        accs = (acc,)
+    else:
+        tl.static_assert(PRECISION != "ieee")
+        accs = multiply_rows(
+            accs, x_desc, w_desc, at, CI, S, S // 2, DGRAD, PRECISION, ROWS,
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+    return accs, small
+
+
+@triton.jit
+def _add_pointwise(
+    accs,
+    small,
+    x_desc,
+    w_desc,
+    at,
     C,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The tiles plus a 1x1 convolution."""
-    for k0 in range(0, C, BLOCK_K):
-        w = w_desc.load([c0, k0])
-        x0 = x_desc.load([n0, h0, w0, k0]).reshape(BLOCK_M, BLOCK_K)
-        acc0 = tl.dot(w, tl.trans(as_operand(x0, x0.dtype, True)), acc0, input_precision=PRECISION)
-        if ROWS > 1:
-            x1 = x_desc.load([n0, h0 + 1, w0, k0]).reshape(BLOCK_M, BLOCK_K)
-            acc1 = tl.dot(
-                w, tl.trans(as_operand(x1, x1.dtype, True)), acc1, input_precision=PRECISION
-            )
-        if ROWS > 2:
-            x2 = x_desc.load([n0, h0 + 2, w0, k0]).reshape(BLOCK_M, BLOCK_K)
-            acc2 = tl.dot(
-                w, tl.trans(as_operand(x2, x2.dtype, True)), acc2, input_precision=PRECISION
-            )
-            x3 = x_desc.load([n0, h0 + 3, w0, k0]).reshape(BLOCK_M, BLOCK_K)
-            acc3 = tl.dot(
-                w, tl.trans(as_operand(x3, x3.dtype, True)), acc3, input_precision=PRECISION
-            )
-    return acc0, acc1, acc2, acc3
+    """The same with a 1x1 convolution added."""
+    if PRECISION == "ieee":
+        acc, small = multiply(
+            accs[0], small, x_desc, None, w_desc, None, at, C, 0, None,
+            1, 1, 0, 0, 1, False, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+        accs = (acc,)
+    else:
+        accs = multiply_pointwise(
+            accs, x_desc, w_desc, at, C, PRECISION, ROWS, BLOCK_M, BLOCK_K,
+        )  # fmt: skip
+    return accs, small
 
 
 @triton.jit
@@ -103,10 +98,7 @@ def _finish_forward(
     residual_desc,
     y_desc,
     partial_ptr,
-    n0,
-    h0,
-    w0,
-    c0,
+    at,
     N,
     P,
     Q,
@@ -118,6 +110,7 @@ def _finish_forward(
     RAGGED: tl.constexpr,
 ):
     """The epilogue of one tile."""
+    n0, h0, w0, c0 = at
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     if extra_bias is not None:
@@ -143,9 +136,9 @@ def _finish_forward(
             total = tl.sum(v, axis=2)
             v -= (total / PIXELS)[:, :, None]
         m2 = tl.sum(v * v, axis=2)
-        _store_partials(
-            partial_ptr, total, m2, n0, h0, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C,
-            RAGGED,
+        store_partials(
+            partial_ptr, total, m2, at, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C,
+            RAGGED, True,
         )  # fmt: skip
 
 
@@ -186,7 +179,8 @@ def conv_forward_kernel(
 ):
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    at = tile_origin(P, Q, CO, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    n0, h0, w0, c0 = at
     # The epilogue's vectors are asked for here, so that it does not wait for them.
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CO
@@ -202,56 +196,25 @@ def conv_forward_kernel(
             mask=mask_c[:, None] & (offs_n < N)[None, :],
             other=0.0,
         )
-    if PRECISION == "ieee":
-        tl.static_assert(ROWS == 1)
-        acc0 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-        acc0, small = multiply_split(
-            acc0, acc0, x_desc, x_small_desc, w_desc, w_small_desc, n0, h0, w0, c0, CI,
-            R, S, R // 2, S // 2, False, "tf32", BLOCK_M, BLOCK_C, BLOCK_K,
+    accs, small = _convolve(
+        x_desc, x_small_desc, w_desc, w_small_desc, at, CI, R, S, False, PRECISION,
+        ROWS, BLOCK_M, BLOCK_C, BLOCK_K,
+    )  # fmt: skip
+    if extra1_desc is not None:
+        accs, small = _add_pointwise(
+            accs, small, extra1_desc, extra1_w_desc, at, C1, PRECISION, ROWS,
+            BLOCK_M, BLOCK_C, BLOCK_K,
         )  # fmt: skip
-        if extra1_desc is not None:
-            acc0, small = multiply_split(
-                acc0, small, extra1_desc, None, extra1_w_desc, None, n0, h0, w0, c0, C1,
-                1, 1, 0, 0, False, "tf32", BLOCK_M, BLOCK_C, BLOCK_K,
-            )  # fmt: skip
-        if extra2_desc is not None:
-            acc0, small = multiply_split(
-                acc0, small, extra2_desc, None, extra2_w_desc, None, n0, h0, w0, c0, C2,
-                1, 1, 0, 0, False, "tf32", BLOCK_M, BLOCK_C, BLOCK_K,
-            )  # fmt: skip
-        acc0 = whole_sum(acc0, small)
-        acc1 = acc0
-        acc2 = acc0
-        acc3 = acc0
-    else:
-        if ROWS == 1:
-            acc0 = multiply(
-                x_desc, w_desc, n0, h0, w0, c0, CI, R, S, R // 2, S // 2, False, PRECISION,
-                BLOCK_M, BLOCK_C, BLOCK_K,
-            )  # fmt: skip
-            acc1 = acc0
-            acc2 = acc0
-            acc3 = acc0
-        else:
-            acc0, acc1, acc2, acc3 = multiply_rows(
-                x_desc, w_desc, n0, h0, w0, c0, CI, S, S // 2, False, PRECISION, ROWS,
-                BLOCK_M, BLOCK_C, BLOCK_K,
-            )  # fmt: skip
-        if extra1_desc is not None:
-            acc0, acc1, acc2, acc3 = _multiply_pointwise(
-                acc0, acc1, acc2, acc3, extra1_desc, extra1_w_desc, n0, h0, w0, c0, C1, PRECISION,
-                ROWS, BLOCK_M, BLOCK_K,
-            )  # fmt: skip
-        if extra2_desc is not None:
-            acc0, acc1, acc2, acc3 = _multiply_pointwise(
-                acc0, acc1, acc2, acc3, extra2_desc, extra2_w_desc, n0, h0, w0, c0, C2, PRECISION,
-                ROWS, BLOCK_M, BLOCK_K,
-            )  # fmt: skip
+    if extra2_desc is not None:
+        accs, small = _add_pointwise(
+            accs, small, extra2_desc, extra2_w_desc, at, C2, PRECISION, ROWS,
+            BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
     for row in tl.static_range(ROWS):
-        acc = acc0 if row == 0 else acc1 if row == 1 else acc2 if row == 2 else acc3
+        acc = whole_sum(accs[row], small) if PRECISION == "ieee" else accs[row]
         _finish_forward(
             acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr,
-            n0, h0 + row, w0, c0, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+            (n0, h0 + row, w0, c0), N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
         )  # fmt: skip
 
 
@@ -285,10 +248,7 @@ def _finish_input_grad(
     x2_desc,
     dz_desc,
     partial_ptr,
-    n0,
-    h0,
-    w0,
-    c0,
+    at,
     N,
     P,
     Q,
@@ -307,6 +267,7 @@ def _finish_input_grad(
     STRADDLING: tl.constexpr,
 ):
     """The epilogue of one tile."""
+    n0, h0, w0, c0 = at
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     if x2_desc is None:
@@ -330,9 +291,9 @@ def _finish_input_grad(
     dz = acc.reshape(BLOCK_C, TILE_N, PIXELS) * slope
     if RAGGED:
         dz = zero_outside(dz, h0, w0, P, Q, TILE_H, TILE_W)
-    _store_partials(
+    store_partials(
         partial_ptr, tl.sum(dz, axis=2), tl.sum(dz * xhat, axis=2),
-        n0, h0, w0, c0, N, P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+        at, N, P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, True,
     )  # fmt: skip
     dz = dz.reshape(BLOCK_C, BLOCK_M).to(dz_desc.dtype)
     dz_desc.store([n0, h0, w0, c0], tl.trans(dz).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
@@ -378,46 +339,28 @@ def conv_input_grad_kernel(
 ):
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    at = tile_origin(P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    n0, h0, w0, c0 = at
     # The epilogue's vectors are asked for here, so that it does not wait for them; those of
     # the images of a second piece come when it is its turn.
     mean, rstd, g, b = _load_table(table_ptr, n0, c0, N, CI, PIECE_N, BLOCK_C)
+    accs, small = _convolve(
+        dy_desc, dy_small_desc, w_desc, w_small_desc, at, CO, R, S, not TURNED,
+        PRECISION, ROWS, BLOCK_M, BLOCK_C, BLOCK_K,
+    )  # fmt: skip
     if PRECISION == "ieee":
-        tl.static_assert(ROWS == 1)
-        acc0 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-        acc0, small = multiply_split(
-            acc0, acc0, dy_desc, dy_small_desc, w_desc, w_small_desc, n0, h0, w0, c0, CO,
-            R, S, R // 2, S // 2, not TURNED, "tf32", BLOCK_M, BLOCK_C, BLOCK_K,
-        )  # fmt: skip
-        acc0 = whole_sum(acc0, small)
-        acc1 = acc0
-        acc2 = acc0
-        acc3 = acc0
-    elif ROWS == 1:
-        acc0 = multiply(
-            dy_desc, w_desc, n0, h0, w0, c0, CO, R, S, R // 2, S // 2, not TURNED, PRECISION,
-            BLOCK_M, BLOCK_C, BLOCK_K,
-        )  # fmt: skip
-        acc1 = acc0
-        acc2 = acc0
-        acc3 = acc0
-    else:
-        acc0, acc1, acc2, acc3 = multiply_rows(
-            dy_desc, w_desc, n0, h0, w0, c0, CO, S, S // 2, not TURNED, PRECISION, ROWS,
-            BLOCK_M, BLOCK_C, BLOCK_K,
-        )  # fmt: skip
+        accs = (whole_sum(accs[0], small),)
     PIECES: tl.constexpr = ROWS * BLOCK_M // (PIECE_N * PIECE_H * PIECE_W)
     if PIECES > ROWS:
-        acc0, acc1 = tl.split(acc0.reshape(BLOCK_C, 2, BLOCK_M // 2).permute(0, 2, 1))
+        accs = tl.split(accs[0].reshape(BLOCK_C, 2, BLOCK_M // 2).permute(0, 2, 1))
     for i in tl.static_range(PIECES):
-        acc = acc0 if i == 0 else acc1 if i == 1 else acc2 if i == 2 else acc3
         n = n0 + i * PIECE_N if PIECE_N < TILE_N else n0
         w = w0 + i * PIECE_W if PIECE_W < TILE_W else w0
         h = h0 + i * PIECE_H if PIECE_N == TILE_N and PIECE_W == TILE_W else h0
         if PIECE_N < TILE_N and i > 0:
             mean, rstd, g, b = _load_table(table_ptr, n, c0, N, CI, PIECE_N, BLOCK_C)
         _finish_input_grad(
-            acc, mean, rstd, g, b, x1_desc, x2_desc, dz_desc, partial_ptr,
-            n, h, w, c0, N, P, Q, CI, C1, rng_ptr, first, stream, drop,
+            accs[i], mean, rstd, g, b, x1_desc, x2_desc, dz_desc, partial_ptr,
+            (n, h, w, c0), N, P, Q, CI, C1, rng_ptr, first, stream, drop,
             ACT, PIECE_N, PIECE_H, PIECE_W, BLOCK_C, RAGGED, STRADDLING,
         )  # fmt: skip

@@ -14,7 +14,7 @@ from .fused_kernels import conv_forward_kernel, conv_input_grad_kernel
 from .fused_tiles import box_of, piece_of, programs
 from .tf32x3 import is_split_before
 from .tma import Config, worth_transposing
-from .tma_boxes import in_boxes, is_ragged, weight_in_boxes
+from .tma_boxes import in_boxes, is_ragged, tile_sizes, weight_in_boxes
 from .transpose_weights import split, transpose_weights
 
 
@@ -64,14 +64,8 @@ def forward(config: Config, operands: Operands) -> None:
         S=s,
         PRECISION=operands.precision,
         ROWS=config.rows,
-        TILE_N=box[0],
-        TILE_H=box[1],
-        TILE_W=box[2],
-        BLOCK_C=config.block_c,
-        BLOCK_K=config.block_k,
         RAGGED=stats and is_ragged(box, h, w),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **tile_sizes(box, config),
         **overlapping(x.device, n * h * w),
     )
 
@@ -120,25 +114,19 @@ def input_grad(config: Config, operands: Operands) -> None:
         TURNED=turned,
         PRECISION=operands.precision,
         ROWS=config.rows,
-        TILE_N=box[0],
-        TILE_H=box[1],
-        TILE_W=box[2],
         PIECE_N=piece[0],
         PIECE_H=piece[1],
         PIECE_W=piece[2],
-        BLOCK_C=config.block_c,
-        BLOCK_K=config.block_k,
         RAGGED=is_ragged(box, h, w),
         STRADDLING=len(inputs) == 2 and c1 % config.block_c > 0,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **tile_sizes(box, config),
         **overlapping(dy.device),
     )
 
 
 def columns_in_boxes(filters: Tensor, block: list[int], exact: bool) -> TensorDescriptor:
     """Filters [CO, C] of 1x1 convolutions, whose rows may be any distance apart; or, for products
-    of float32 as `tf32x3.multiply_split` has them, as [1, CO, C]."""
+    of float32 as `products.multiply` has them, as [1, CO, C]."""
     shape, strides = list(filters.shape), list(filters.stride())
     if exact:
         shape, strides, block = [1, *shape], [shape[0] * strides[0], *strides], [1, *block]

@@ -17,6 +17,7 @@ from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ...tf32 import split_to_tf32
 from ..configs import ConvOperands, FwdTile, WgradOperands, WgradTile, fewest_of, split_kernel
+from .products import add_split_product, whole_sum
 
 
 @configures("gather")
@@ -133,8 +134,7 @@ def _conv2d_gather_kernel(
     w_ptrs = w_ptr + offs_c.to(tl.int64) * stride_wo  # [BLOCK_C]
 
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    if SPLIT:
-        acc_small = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    small = acc
     k_blocks = tl.cdiv(CI, BLOCK_K)
     steps = tl.cdiv(num_r * num_s * CI, BLOCK_K) if FLAT else num_r * num_s * k_blocks
     for step in range(steps):  # one loop, not three: only an innermost loop is pipelined
@@ -160,17 +160,12 @@ def _conv2d_gather_kernel(
         w = tl.load(
             w_ptrs[:, None] + offs_w, mask=mask_c[:, None] & mask_k[None, :], other=0.0
         )  # [BLOCK_C, BLOCK_K]
-        if SPLIT:  # as in `tf32x3`
-            x, x_small = split_to_tf32(x)
-            w, w_small = split_to_tf32(w)
-            x = tl.trans(x)
-            acc_small = tl.dot(w_small, x, acc_small, input_precision="tf32")
-            acc_small = tl.dot(w, tl.trans(x_small), acc_small, input_precision="tf32")
-            acc += tl.dot(w, x, input_precision="tf32", max_num_imprecise_acc=BLOCK_K)
+        if SPLIT:
+            acc, small = add_split_product(acc, small, w, x)
         else:
             acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
     if SPLIT:
-        acc += tl.where(tl.abs(acc_small) < float("inf"), acc_small, 0.0)
+        acc = whole_sum(acc, small)
 
     if HAS_BIAS:
         acc += tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)[:, None]

@@ -20,8 +20,9 @@ from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, following, overlapping
 from ...runtime.device import Device
-from ...tf32 import round_to_tf32, split_to_tf32
+from ...tf32 import round_to_tf32
 from ..configs import ConvOperands
+from .products import add_split_product, whole_sum
 from .tma_boxes import as_one_row, in_boxes
 
 _MOST_COLUMNS = 64
@@ -44,24 +45,19 @@ def _im2col_fwd_kernel(
     await_inputs()
     m0 = tl.program_id(0) * BLOCK_M
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    acc_small = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    small = acc
     for k0 in range(0, CI, BLOCK_K):
         x = x_desc.load([m0, k0])
         w = w_desc.load([0, k0])
-        if PRODUCTS == 3:  # as in `tf32x3`
-            x, x_small = split_to_tf32(x)
-            w, w_small = split_to_tf32(w)
-            x = tl.trans(x)
-            acc_small = tl.dot(w_small, x, acc_small, input_precision="tf32")
-            acc_small = tl.dot(w, tl.trans(x_small), acc_small, input_precision="tf32")
-            acc += tl.dot(w, x, input_precision="tf32", max_num_imprecise_acc=BLOCK_K)
+        if PRODUCTS == 3:
+            acc, small = add_split_product(acc, small, w, x)
         else:
             if PRODUCTS == 1:
                 x = round_to_tf32(x)
                 w = round_to_tf32(w)
             acc = tl.dot(w, tl.trans(x), acc, input_precision="tf32")
     if PRODUCTS == 3:
-        acc += tl.where(tl.abs(acc_small) < float("inf"), acc_small, 0.0)
+        acc = whole_sum(acc, small)
     z_desc.store([0, m0], acc)
 
 

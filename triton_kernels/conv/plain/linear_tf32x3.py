@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...tf32 import split_to_tf32
+from .products import whole_sum
 
 CHUNKS, CHUNK = 8, 32  # channels of x at once: so many chunks of so many
 
@@ -53,7 +54,7 @@ def _linear_tf32x3_kernel(
         small = tl.dot(w, tl.trans(x_small, (0, 2, 1)), small, input_precision="tf32")
         acc_small += tl.sum(small, axis=0)
         acc += tl.sum(tl.dot(w, x, input_precision="tf32"), axis=0)
-    acc += tl.where(tl.abs(acc_small) < float("inf"), acc_small, 0.0)
+    acc = whole_sum(acc, acc_small)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + offs_c, mask=offs_c < C, other=0.0).to(tl.float32)[:, None]
     mask = (offs_c < C)[:, None] & (offs_m < M)[None, :]

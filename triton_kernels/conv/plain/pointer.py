@@ -20,7 +20,7 @@ from ..hopper.operands import Operands
 from .fused_tiles import box_of, programs
 from .pointer_kernels import conv_pointer_forward_kernel, conv_pointer_input_grad_kernel
 from .pointer_tiles import FITTED_BY, PointerTile, cost, divide, fitting, refuse, work
-from .tma_boxes import is_ragged
+from .tma_boxes import is_ragged, tile_sizes
 
 # --- forward --------------------------------------------------------------------------------------
 
@@ -126,7 +126,9 @@ def _launch_forward(
         EXACT=(k, c) == (kx, cy) and divide(config, cy, kx, *beside),
         RAGGED=stats and is_ragged(box, h, w),
         UNIT=unit,
-        **_constants(config, box, precision),
+        ROWS=config.rows,
+        PRECISION=precision,
+        **tile_sizes(box, config),
     )
 
 
@@ -165,52 +167,26 @@ def input_grad(config: PointerTile, operands: Operands) -> None:
         RAGGED=is_ragged(box, h, w),
         STRADDLING=len(inputs) == 2 and c1 % config.block_c > 0,
         UNIT=unit,
-        **_constants(config, box, operands.precision),
+        ROWS=config.rows,
+        PRECISION=operands.precision,
+        **tile_sizes(box, config),
     )
 
 
-# --- what they share ------------------------------------------------------------------------------
-
-
-def _constants(
-    config: PointerTile, box: tuple[int, int, int], precision: str
-) -> dict[str, int | str]:
-    return {
-        "ROWS": config.rows,
-        "PRECISION": precision,
-        "TILE_N": box[0],
-        "TILE_H": box[1],
-        "TILE_W": box[2],
-        "BLOCK_C": config.block_c,
-        "BLOCK_K": config.block_k,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-
-
-FORWARD = Kernel(
-    "pointer",
-    PointerTile,
-    refuse,
-    fitting,
-    cost,
-    forward,
-    work,
-    FITTED_BY,
-    borrows=AMPERE,
-    adds=FORWARD_TERMS,
-)
-INPUT_GRAD = Kernel(
-    "pointer",
-    PointerTile,
-    refuse,
-    fitting,
-    cost,
-    input_grad,
-    work,
-    FITTED_BY,
-    borrows=AMPERE,
-    adds=GRAD_TERMS,
+FORWARD, INPUT_GRAD = (
+    Kernel(
+        "pointer",
+        PointerTile,
+        refuse,
+        fitting,
+        cost,
+        launch,
+        work,
+        FITTED_BY,
+        borrows=AMPERE,
+        adds=adds,
+    )
+    for launch, adds in ((forward, FORWARD_TERMS), (input_grad, GRAD_TERMS))
 )
 PLAIN_FORWARD = PLAIN_INPUT_GRAD = Kernel(
     "pointer", PointerTile, _refuse_plain, fitting, cost, _plain, work, FITTED_BY, borrows=AMPERE

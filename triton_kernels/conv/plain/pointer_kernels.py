@@ -18,7 +18,8 @@ import triton.language as tl
 from ...activations import activate_affine_grad
 from ...noise.dropout import kept
 from ...tf32 import as_operand
-from .tma import tile_origin
+from .products import tile_origin, zero_sums
+from .tile_edges import store_partials
 
 
 @triton.jit
@@ -176,34 +177,44 @@ def multiply(
 
 
 @triton.jit
-def _store_partials(
-    partial_ptr,  # [N, K, 2, C]
-    first,  # [TILE_N, BLOCK_C]
-    second,
-    n0,
-    h0,
-    w0,
-    c0,
+def convolve(
+    x_ptr,  # [N, P, Q, KX]
+    w_ptr,  # these and the next as those of `multiply`
+    K,
+    KX,
+    C,
+    CY,
+    stride_w,  # None: R * S * C
     N,
     P,
     Q,
-    C,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXACT: tl.constexpr,
+    PRECISION: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Both sums of this tile, as entry k of each of its images."""
-    tiles_w = tl.cdiv(Q, TILE_W)
-    k = h0 // TILE_H * tiles_w + w0 // TILE_W
-    tiles = tl.cdiv(P, TILE_H) * tiles_w
-    offs_c = c0 + tl.arange(0, BLOCK_C)
-    offs_n = n0 + tl.arange(0, TILE_N)
-    mask = (offs_n < N)[:, None] & (offs_c < C)[None, :]
-    row = (offs_n.to(tl.int64) * tiles + k) * 2
-    ptrs = partial_ptr + row[:, None] * C + offs_c[None, :]
-    tl.store(ptrs, first, mask=mask)
-    tl.store(ptrs + C, second, mask=mask)
+    """The accumulators of this program's tile; its first image, row, column and channel, and its
+    first pixel's place; and its pixels, as `tile_pixels` has them."""
+    n0, h0, w0, c0 = tile_origin(P, Q, CY, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
+    pixels, inside, bits = tile_pixels(
+        n0, h0, w0, N, P, Q, R // 2, R + ROWS - 1, S, TILE_N, TILE_H, TILE_W, ROWS
+    )
+    at = (n0.to(tl.int64) * P + h0) * Q + w0
+    if stride_w is None:
+        stride_w = R * S * C
+    accs = multiply(
+        zero_sums(ROWS, TILE_N * TILE_H * TILE_W, BLOCK_C), x_ptr + at * KX, w_ptr, pixels, bits,
+        c0, K, KX, C, CY, stride_w, Q, R, S, TRANSPOSED, ROWS, EXACT, False, PRECISION,
+        BLOCK_C, BLOCK_K,
+    )  # fmt: skip
+    return accs, n0, h0, w0, c0, at, pixels, inside, bits
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -258,17 +269,9 @@ def conv_pointer_forward_kernel(
         C = CY
     stride_w *= UNIT
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    n0, h0, w0, c0 = tile_origin(P, Q, CY, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
-    pixels, inside, bits = tile_pixels(
-        n0, h0, w0, N, P, Q, R // 2, R + ROWS - 1, S, TILE_N, TILE_H, TILE_W, ROWS
-    )
-    at = (n0.to(tl.int64) * P + h0) * Q + w0
-    accs = ()
-    for _ in tl.static_range(ROWS):
-        accs = accs + (tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32),)
-    accs = multiply(
-        accs, x_ptr + at * KX, w_ptr, pixels, bits, c0, K, KX, C, CY, stride_w, Q,
-        R, S, TRANSPOSED, ROWS, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
+    accs, n0, h0, w0, c0, at, pixels, inside, bits = convolve(
+        x_ptr, w_ptr, K, KX, C, CY, stride_w, N, P, Q, R, S, TRANSPOSED, ROWS, EXACT, PRECISION,
+        TILE_N, TILE_H, TILE_W, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     own = bits if ROWS > 1 else inside.to(tl.int32)
     if extra1_ptr is not None:
@@ -340,9 +343,9 @@ def conv_pointer_forward_kernel(
             if RAGGED:
                 v = tl.where(inside.reshape(TILE_N, PIXELS)[:, :, None], v, 0.0)
             squares += v * v
-        _store_partials(
-            partial_ptr, total, tl.sum(squares, axis=1), n0, h0, w0, c0, N, P, Q, C,
-            TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C,
+        store_partials(
+            partial_ptr, total, tl.sum(squares, axis=1), (n0, h0, w0, c0), N, P, Q, C,
+            TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C, True, False,
         )  # fmt: skip
 
 
@@ -425,17 +428,9 @@ def conv_pointer_input_grad_kernel(
         CO = KX
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
-    n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
-    pixels, inside, bits = tile_pixels(
-        n0, h0, w0, N, P, Q, R // 2, R + ROWS - 1, S, TILE_N, TILE_H, TILE_W, ROWS
-    )
-    at = (n0.to(tl.int64) * P + h0) * Q + w0
-    accs = ()
-    for _ in tl.static_range(ROWS):
-        accs = accs + (tl.zeros([BLOCK_M, BLOCK_C], dtype=tl.float32),)
-    accs = multiply(
-        accs, dy_ptr + at * KX, w_ptr, pixels, bits, c0, CO, KX, CI, CI, R * S * CI, Q,
-        R, S, True, ROWS, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
+    accs, n0, h0, w0, c0, at, pixels, inside, _ = convolve(
+        dy_ptr, w_ptr, CO, KX, CI, CI, None, N, P, Q, R, S, True, ROWS, EXACT, PRECISION,
+        TILE_N, TILE_H, TILE_W, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     # a row is loaded before the one above it is done: no load is moved across the barriers between
     x = _load_either(x1_ptr, x2_ptr, at, pixels, inside, c0, C1, CI, STRADDLING, BLOCK_C)
@@ -477,7 +472,7 @@ def conv_pointer_input_grad_kernel(
         mask = inside[:, None] & (offs_c < CI)[None, :]
         tl.store(dz_ptr + place * CI + ((pixels * CI)[:, None] + offs_c[None, :]), dz, mask=mask)
         x = ahead
-    _store_partials(
+    store_partials(
         partial_ptr, tl.sum(first_sum, axis=1), tl.sum(second_sum * rstd, axis=1),
-        n0, h0, w0, c0, N, P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C,
+        (n0, h0, w0, c0), N, P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C, True, False,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from ...tf32 import as_operand
 from .fused_tiles import programs
 from .pointer_kernels import multiply, tile_pixels
 from .pointer_tiles import FEW, OF_FMAS, PointerTile
-from .tma import tile_origin
+from .products import tile_origin, zero_sums
 from .tma_boxes import is_ragged, tile_sizes
 
 TILES = [
@@ -147,10 +147,10 @@ def _skip_dx_pointer_kernel(
     n0, h0, w0, c0 = tile_origin(P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C)
     pixels, inside, _ = tile_pixels(n0, h0, w0, N, P, Q, 0, 1, 1, TILE_N, TILE_H, TILE_W)
     at = (n0.to(tl.int64) * P + h0) * Q + w0
-    accs = (tl.zeros([TILE_N * TILE_H * TILE_W, BLOCK_C], dtype=tl.float32),)
     accs = multiply(
-        accs, dy_ptr + at * CO, w_ptr, pixels, inside.to(tl.int32), c0, CO, CO, C,
-        C, stride_w, Q, 1, 1, True, 1, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
+        zero_sums(1, TILE_N * TILE_H * TILE_W, BLOCK_C), dy_ptr + at * CO, w_ptr, pixels,
+        inside.to(tl.int32), c0, CO, CO, C, C, stride_w, Q, 1, 1, True, 1, EXACT, False, PRECISION,
+        BLOCK_C, BLOCK_K,
     )  # fmt: skip
     acc = accs[0]
     offs_c = c0 + tl.arange(0, BLOCK_C)

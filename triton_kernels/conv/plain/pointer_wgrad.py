@@ -21,7 +21,7 @@ from ...runtime.device import Device
 from ...tf32 import as_operand
 from ..configs import WgradOperands, fewest_of, split_kernel
 from .pointer_tiles import FEW, is_shared
-from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box
+from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box, wgrad_sizes
 
 
 @configures("pointer_wgrad")
@@ -220,13 +220,7 @@ def launch_wgrad(config: PointerWgradTile, splits: int, operands: WgradOperands)
         EXACT=kx % config.block_ci == 0 and ky % config.block_co == 0,
         UNIT=unit,
         PRECISION=precision,
-        TILE_N=box[0],
-        TILE_H=box[1],
-        TILE_W=box[2],
-        BLOCK_CO=config.block_co,
-        BLOCK_CI=config.block_ci,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        **wgrad_sizes(box, config),
     )
 
 

@@ -26,8 +26,8 @@ from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device, describe
 from ..fused_spec import forward_spec
 from ..hopper import one_row
+from .products import multiply, tile_origin
 from .small_batch import MOST_PARTS, refuse_split, split_early, split_work
-from .tma import tile_origin
 from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -99,10 +99,7 @@ def _product(
     acc,
     x_desc,  # [N, H, W, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
     w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]
-    n0,
-    h0,
-    w0,
-    c0,
+    at,
     start,
     end,  # of the steps over C
     PRECISION: tl.constexpr,
@@ -110,6 +107,7 @@ def _product(
     BLOCK_K: tl.constexpr,
 ):
     """acc plus these steps of a 1x1 convolution."""
+    n0, h0, w0, c0 = at
     for step in range(start, end):
         w = w_desc.load([c0, step * BLOCK_K])
         x = x_desc.load([n0, h0, w0, step * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
@@ -146,33 +144,31 @@ def _conv_split_kernel(
     await_inputs()
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
-    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    at = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
     split = tl.program_id(1)
     start = split * steps
     end = start + steps
     k_blocks = tl.cdiv(CI, BLOCK_K)
     total = R * S * k_blocks
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    for step in range(start, tl.minimum(end, total)):
-        tap = step // k_blocks
-        k0 = (step - tap * k_blocks) * BLOCK_K
-        x = x_desc.load([n0, h0 + tap // S - R // 2, w0 + tap % S - S // 2, k0])
-        w = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
-        x = x.reshape(BLOCK_M, BLOCK_K)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
+    acc, _ = multiply(
+        acc, acc, x_desc, None, w_desc, None, at, CI, start, tl.minimum(end, total),
+        R, S, R // 2, S // 2, 1, False, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+    )  # fmt: skip
     if extra1_desc is not None:
         blocks = tl.cdiv(C1, BLOCK_K)
         acc = _product(
-            acc, extra1_desc, extra1_w_desc, n0, h0, w0, c0, tl.maximum(start - total, 0),
+            acc, extra1_desc, extra1_w_desc, at, tl.maximum(start - total, 0),
             tl.minimum(end - total, blocks), PRECISION, BLOCK_M, BLOCK_K,
         )  # fmt: skip
         total += blocks
     if extra2_desc is not None:
         acc = _product(
-            acc, extra2_desc, extra2_w_desc, n0, h0, w0, c0, tl.maximum(start - total, 0),
+            acc, extra2_desc, extra2_w_desc, at, tl.maximum(start - total, 0),
             tl.minimum(end - total, tl.cdiv(C2, BLOCK_K)), PRECISION, BLOCK_M, BLOCK_K,
         )  # fmt: skip
 
+    n0, h0, w0, c0 = at
     offs_m = tl.arange(0, BLOCK_M)
     n = n0 + offs_m // PIXELS
     h = h0 + offs_m % PIXELS // TILE_W

@@ -1,12 +1,10 @@
-"""The fast path of `conv2d`: implicit GEMM whose tiles are fetched by TMA (Hopper and later).
+"""The fast path of `conv2d`: implicit GEMM whose tiles are fetched by TMA (Hopper and later), with
+the products of `conv.plain.products`.
 
-x is a four-dimensional tensor to the TMA unit, and one box [TILE_N, TILE_H, TILE_W, BLOCK_K] of it,
-moved by (r - pad, s - pad), is exactly what the tile of pixels needs for tap (r, s): coordinates
-outside the tensor, negative ones included, come back as zeros, and that is the padding. There is no
-index arithmetic and no mask. A small image simply takes several images a tile.
-
-Needs stride 1 and channels that are multiples of 16 bytes; `conv.plain.gather` serves the rest. The
-weight gradient is in `conv.plain.tma_wgrad`.
+The kernel is of stride 1 and 2 and of every precision. Its rows in the registry are here for stride
+1, in `conv.plain.tma_stride` for stride 2, and in `conv.plain.tf32x3` for float32 that is not
+rounded to TF32. Channels are multiples of 16 bytes; `conv.plain.gather` serves the rest. The weight
+gradient is in `conv.plain.tma_wgrad`.
 """
 
 import math
@@ -15,14 +13,17 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.kernel import CLOCKS, Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, following, overlapping
 from ...runtime.device import Device
 from ..configs import ConvOperands, FwdTile
+from .products import multiply, multiply_parity, tile_origin, whole_sum
 from .tma_boxes import (
     as_one_row,
+    by_parity,
     count_boxes,
     in_boxes,
     is_pointwise,
@@ -31,7 +32,7 @@ from .tma_boxes import (
     unaddressable,
     weight_in_boxes,
 )
-from .transpose_weights import transpose_weights
+from .transpose_weights import split, transpose_weights
 
 
 @configures("tma")
@@ -84,148 +85,26 @@ FWD_CONFIGS = [  # and rows name those that were measured to be faster
 _TRANSPOSE_FROM = 1024  # pixels of a float32 input gradient, which pay for a copy of the filters
 
 
-@triton.jit
-def tile_origin(
-    P,
-    Q,
-    CO,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """First image, row, column and channel of this program's tile of the output. Programs that
-    share pixels are neighbours, so x comes from memory once and then from L2."""
-    num_c = tl.cdiv(CO, BLOCK_C)
-    tiles_h = tl.cdiv(P, TILE_H)
-    tiles_w = tl.cdiv(Q, TILE_W)
-    tile = tl.program_id(0) // num_c
-    c0 = tl.program_id(0) % num_c * BLOCK_C
-    w0 = tile % tiles_w * TILE_W
-    h0 = tile // tiles_w % tiles_h * TILE_H
-    n0 = tile // (tiles_w * tiles_h) * TILE_N
-    return n0, h0, w0, c0
-
-
-@triton.jit
-def multiply(
-    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
-    n0,
-    h0,
-    w0,
-    c0,
-    CI,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    DGRAD: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """One tile of the convolution, or of its input gradient: float32 [BLOCK_C, BLOCK_M]."""
-    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    k_blocks = tl.cdiv(CI, BLOCK_K)
-    for step in range(R * S * k_blocks):
-        tap = step // k_blocks
-        k0 = (step - tap * k_blocks) * BLOCK_K
-        r = tap // S
-        s = tap % S
-        if DGRAD:
-            x = x_desc.load([n0, h0 - r + PAD_H, w0 - s + PAD_W, k0])
-            w = tl.trans(w_desc.load([tap, k0, c0]).reshape(BLOCK_K, BLOCK_C))
-        else:
-            x = x_desc.load([n0, h0 + r - PAD_H, w0 + s - PAD_W, k0])
-            w = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
-        x = x.reshape(BLOCK_M, BLOCK_K)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-    return acc
-
-
-@triton.jit
-def multiply_rows(
-    x_desc,  # [N, H, W, CI] in boxes [TILE_N, 1, TILE_W, BLOCK_K]: x, or dy
-    w_desc,  # as in `multiply`
-    n0,
-    h0,
-    w0,
-    c0,
-    CI,
-    S: tl.constexpr,
-    PAD_W: tl.constexpr,
-    DGRAD: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,  # 2 or 4
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Tiles at rows h0, h0 + 1, ... of a convolution with filters of 3 rows and padding 1: four
-    float32 [BLOCK_C, BLOCK_M], of which the first ROWS count.
-
-    A row of x serves the three rows of y around it from one load. Where there are few output
-    channels the time goes into fetching x from L2 once for every tap: 9 times with `multiply`, 4.5
-    times with four rows.
-    """
-    acc0 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    acc1 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    acc2 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)  # these two cost nothing if ROWS == 2
-    acc3 = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    k_blocks = tl.cdiv(CI, BLOCK_K)
-    for step in range(S * k_blocks):
-        s = step // k_blocks
-        k0 = (step - s * k_blocks) * BLOCK_K
-        if DGRAD:  # the filter upside down, so that y at h0 + j reads x_j, x_j+1, x_j+2 as well
-            col = w0 - s + PAD_W
-            fa = tl.trans(w_desc.load([2 * S + s, k0, c0]).reshape(BLOCK_K, BLOCK_C))
-            fb = tl.trans(w_desc.load([S + s, k0, c0]).reshape(BLOCK_K, BLOCK_C))
-            fc = tl.trans(w_desc.load([s, k0, c0]).reshape(BLOCK_K, BLOCK_C))
-        else:
-            col = w0 + s - PAD_W
-            fa = w_desc.load([s, c0, k0]).reshape(BLOCK_C, BLOCK_K)
-            fb = w_desc.load([S + s, c0, k0]).reshape(BLOCK_C, BLOCK_K)
-            fc = w_desc.load([2 * S + s, c0, k0]).reshape(BLOCK_C, BLOCK_K)
-        x0 = tl.trans(x_desc.load([n0, h0 - 1, col, k0]).reshape(BLOCK_M, BLOCK_K))
-        x1 = tl.trans(x_desc.load([n0, h0, col, k0]).reshape(BLOCK_M, BLOCK_K))
-        x2 = tl.trans(x_desc.load([n0, h0 + 1, col, k0]).reshape(BLOCK_M, BLOCK_K))
-        x3 = tl.trans(x_desc.load([n0, h0 + 2, col, k0]).reshape(BLOCK_M, BLOCK_K))
-        acc0 = tl.dot(fa, x0, acc0, input_precision=PRECISION)
-        acc0 = tl.dot(fb, x1, acc0, input_precision=PRECISION)
-        acc0 = tl.dot(fc, x2, acc0, input_precision=PRECISION)
-        acc1 = tl.dot(fa, x1, acc1, input_precision=PRECISION)
-        acc1 = tl.dot(fb, x2, acc1, input_precision=PRECISION)
-        acc1 = tl.dot(fc, x3, acc1, input_precision=PRECISION)
-        if ROWS == 4:
-            x4 = tl.trans(x_desc.load([n0, h0 + 3, col, k0]).reshape(BLOCK_M, BLOCK_K))
-            x5 = tl.trans(x_desc.load([n0, h0 + 4, col, k0]).reshape(BLOCK_M, BLOCK_K))
-            acc2 = tl.dot(fa, x2, acc2, input_precision=PRECISION)
-            acc2 = tl.dot(fb, x3, acc2, input_precision=PRECISION)
-            acc2 = tl.dot(fc, x4, acc2, input_precision=PRECISION)
-            acc3 = tl.dot(fa, x3, acc3, input_precision=PRECISION)
-            acc3 = tl.dot(fb, x4, acc3, input_precision=PRECISION)
-            acc3 = tl.dot(fc, x5, acc3, input_precision=PRECISION)
-    return acc0, acc1, acc2, acc3
-
-
 @triton.jit(do_not_specialize=["P", "Q"])
 def _conv2d_tma_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy; or by parity
+    x_small_desc,  # "ieee": second parts of it, or None: neither it nor the filters are split yet
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
-    bias_ptr,  # [CO]
-    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]: y, or dx
+    w_small_desc,  # "ieee": second parts of them, or None
+    bias_ptr,  # [CO] or None
+    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]: y, or dx; or by parity
+    add_desc,  # to be added to y, in the same boxes, or None
     CI,
-    P,
+    P,  # pixels of y; of dx of stride 2, of those of one kind
     Q,
     CO,
     R: tl.constexpr,
     S: tl.constexpr,
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
+    STRIDE: tl.constexpr,  # 2: x is seen by parity, or dx
     DGRAD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    TURNED: tl.constexpr,  # DGRAD with STRIDE 2: filters as after `transpose_weights`
     PRECISION: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
@@ -234,74 +113,121 @@ def _conv2d_tma_kernel(
     BLOCK_K: tl.constexpr,
 ):
     await_inputs()
-    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    acc = multiply(
-        x_desc, w_desc, n0, h0, w0, c0, CI, R, S, PAD_H, PAD_W, DGRAD, PRECISION,
-        TILE_N * TILE_H * TILE_W, BLOCK_C, BLOCK_K,
-    )  # fmt: skip
-    if HAS_BIAS:
+    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    at = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
+    n0, h0, w0, c0 = at
+    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
+    if DGRAD and STRIDE == 2:
+        odd_row = tl.program_id(1) // 2  # this program's kind of pixels
+        odd_col = tl.program_id(1) % 2
+        acc = multiply_parity(
+            acc, x_desc, w_desc, at, CI, odd_row, odd_col, R, S, PAD_H, PAD_W,
+            TURNED, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+    else:
+        acc, small = multiply(
+            acc, acc, x_desc, x_small_desc, w_desc, w_small_desc, at, CI, 0, None,
+            R, S, PAD_H, PAD_W, STRIDE, DGRAD, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
+        if PRECISION == "ieee":
+            acc = whole_sum(acc, small)
+    if bias_ptr is not None:
         offs_c = c0 + tl.arange(0, BLOCK_C)
         bias = tl.load(bias_ptr + offs_c, mask=offs_c < CO, other=0.0)
         acc += bias.to(tl.float32)[:, None]
-    y = tl.trans(acc.to(y_desc.dtype))
-    y_desc.store([n0, h0, w0, c0], y.reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
+    if DGRAD and STRIDE == 2:
+        channel = odd_col * CO + c0
+        if add_desc is not None:
+            add = add_desc.load([n0, h0, odd_row, w0, channel]).reshape(BLOCK_M, BLOCK_C)
+            acc += tl.trans(add).to(tl.float32)
+        y = tl.trans(acc.to(y_desc.dtype)).reshape(TILE_N, TILE_H, 1, TILE_W, BLOCK_C)
+        y_desc.store([n0, h0, odd_row, w0, channel], y)
+    else:
+        tl.static_assert(add_desc is None)
+        y = tl.trans(acc.to(y_desc.dtype)).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C)
+        y_desc.store([n0, h0, w0, c0], y)
 
 
-def launch(config: Config, operands: ConvOperands) -> None:
-    """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output, y of the input."""
-    x, weight, bias, y, _, padding, precision, dgrad, _, follows = operands
+def launch(
+    config: FwdTile | Config,
+    operands: ConvOperands,
+    split_first: bool = False,  # float32 that is not rounded to TF32: by a pass of its own
+) -> None:
+    """y = conv(x, weight) + bias of stride 1 or 2; with `dgrad` x is the gradient of the output, y
+    of the input, with stride 2 plus `add`."""
+    x, weight, bias, y, stride, padding, precision, dgrad, add, follows = operands
     _, _, r, s = weight.shape
-    launch_option = following(x.device) if follows else overlapping(x.device)
-    if dgrad and worth_transposing(y):
-        padding = (r - 1 - padding[0], s - 1 - padding[1])
-        weight, dgrad = transpose_weights(weight, 1)[0], False
-        launch_option = following(x.device)
-    if is_pointwise(weight, padding):
-        x, y = as_one_row(x), as_one_row(y)
-    ci = x.shape[3]
-    n, p, q, co = y.shape
-    box = pixel_box(config.block_m, n, p, q)
+    exact = precision == "ieee"
+    parts, filters = (split(x) if split_first else (x, None)), (weight, None)
+    turned = dgrad and (split_first if exact else worth_transposing(y))
+    if turned:
+        filters = transpose_weights(weight, 2 if exact else 1)
+        filters = filters if exact else (*filters, None)
+    elif split_first:
+        filters = split(weight)
+    if turned and stride == 1:  # a forward pass of such filters
+        padding, dgrad = (r - 1 - padding[0], s - 1 - padding[1]), False
+    if stride == 1 and is_pointwise(weight, padding):
+        parts = [None if part is None else as_one_row(part) for part in parts]
+        y = as_one_row(y)
     block_co, block_ci = config.block_c, config.block_k
-    if dgrad:
+    if dgrad and not turned:
         block_co, block_ci = block_ci, block_co
-    programs = count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c)
-    _conv2d_tma_kernel[(programs,)](
-        in_boxes(x, [*box, config.block_k]),
-        weight_in_boxes(weight, block_co, block_ci),
+    k, c = x.shape[3], y.shape[3]
+    kinds = 1
+    if stride == 2 and dgrad:
+        assert c % config.block_c == 0, "a block of channels reaches into the other parity"
+        y, add = by_parity(y), None if add is None else by_parity(add)
+        kinds = 2 * y.shape[2]
+    elif stride == 2:
+        assert k % config.block_k == 0, "a block of channels reaches into the other parity"
+        parts = [by_parity(x), None]
+    assert add is None or kinds > 1
+    n, p, q = y.shape[0], y.shape[1], y.shape[-2]
+    box = pixel_box(config.block_m, n, p, q)
+
+    def tiles(t: Tensor | None, channels: int) -> TensorDescriptor | None:
+        pixels = [*box[:2], 1, box[2]] if t is not None and t.ndim == 5 else box
+        return None if t is None else in_boxes(t, [*pixels, channels])
+
+    x_desc, x_small_desc = (tiles(part, config.block_k) for part in parts)
+    w_desc, w_small_desc = (
+        None if part is None else weight_in_boxes(part, block_co, block_ci) for part in filters
+    )
+    programs = count_boxes(box, n, p, q) * triton.cdiv(c, config.block_c)
+    option = {}  # with stride 2 nothing begins before the launch in front has ended
+    if stride == 1 and (follows or (turned and not exact)):
+        option = following(x.device)
+    elif stride == 1:  # `following` the copies of `split_first` took 20 to 27 % longer: programs
+        option = overlapping(x.device)  # crowd where those end first
+    _conv2d_tma_kernel[(programs, kinds)](
+        x_desc,
+        x_small_desc,
+        w_desc,
+        w_small_desc,
         bias,
-        in_boxes(y, [*box, config.block_c]),
-        ci,
+        tiles(y, config.block_c),
+        tiles(add, config.block_c),
+        k,
         p,
         q,
-        co,
+        c,
+        R=r,
+        S=s,
+        PAD_H=padding[0],
+        PAD_W=padding[1],
+        STRIDE=stride,
         DGRAD=dgrad,
-        HAS_BIAS=bias is not None,
-        **tile_constants((r, s), padding, precision, box, config),
-        **launch_option,
+        TURNED=dgrad and turned,
+        PRECISION=precision,
+        **tile_sizes(box, config),
+        **option,
     )
 
 
 def worth_transposing(dx: Tensor) -> bool:
     """Whether `transpose_weights` should precede this input gradient."""
     return dx.itemsize == 4 and dx.numel() >= _TRANSPOSE_FROM * dx.shape[3]
-
-
-def tile_constants(
-    filter_size: tuple[int, int],  # R, S
-    padding: tuple[int, int],
-    precision: str,
-    box: tuple[int, int, int],
-    config: FwdTile | Config,
-) -> dict[str, int | str]:
-    """What a kernel has to know when it is compiled, and how; of stride 2 as well."""
-    return {
-        "R": filter_size[0],
-        "S": filter_size[1],
-        "PAD_H": padding[0],
-        "PAD_W": padding[1],
-        "PRECISION": precision,
-        **tile_sizes(box, config),
-    }
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:

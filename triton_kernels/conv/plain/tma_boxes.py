@@ -132,6 +132,14 @@ def as_one_row(x: Tensor) -> Tensor:
     return x.view(1, 1, x.numel() // x.shape[3], x.shape[3])
 
 
+def by_parity(x: Tensor) -> Tensor:
+    """[N, H / 2, 2, W / 2, 2 C]: rows and columns by their parity. A single row, as of 1-D data,
+    stays one: [N, 1, 1, W / 2, 2 C]."""
+    n, h, w, c = x.shape
+    rows = (h // 2, 2) if h > 1 else (1, 1)
+    return x.view(n, *rows, w // 2, 2 * c)
+
+
 def in_boxes(x: Tensor, block_shape: list[int]) -> TensorDescriptor:
     """A contiguous tensor of any rank, a box of it in its order of dimensions."""
     # not x.stride(), which may be anything where the size is 1
@@ -154,6 +162,19 @@ def tile_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]:
         "TILE_W": box[2],
         "BLOCK_C": config.block_c,
         "BLOCK_K": config.block_k,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+def wgrad_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]:
+    """The same of a weight gradient, by tiles [block_co, block_ci]."""
+    return {
+        "TILE_N": box[0],
+        "TILE_H": box[1],
+        "TILE_W": box[2],
+        "BLOCK_CO": config.block_co,
+        "BLOCK_CI": config.block_ci,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

@@ -1,34 +1,20 @@
-"""Convolutions of stride 2 whose tiles are fetched by TMA, as in `conv.plain.tma`.
-
-Rows and columns are seen by their parity: [N, H, W, C] is [N, H / 2, 2, W / 2, 2 C] in the same
-memory. Tap (r, s) of a tile of pixels reads one parity of rows and one of columns, and in this view
-that is a box again. A single row, as of 1-D data, stays one: [N, 1, 1, W / 2, 2 C].
-
-The input gradient has four kinds of pixels, by the parities of row and column, each of which sees
-the taps of one parity: four products of a quarter of the pixels, and of nine taps altogether.
-"""
+"""Convolutions of stride 2 whose tiles are fetched by TMA: the tiles of `conv.plain.tma` that do
+them, and the weight gradient, which reads x by parity (`conv.plain.products`)."""
 
 import math
 from functools import partial
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...registry.kernel import CLOCKS, Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
-from ..configs import ConvOperands, FwdTile, WgradOperands, WgradTile, split_kernel
-from .tma import tile_constants, tile_origin, worth_transposing
-from .tma_boxes import (
-    count_boxes,
-    in_boxes,
-    pixel_box,
-    unaddressable,
-    weight_in_boxes,
-)
+from ..configs import FwdTile, WgradOperands, WgradTile, split_kernel
+from .products import box_origin
+from .tma import launch
+from .tma_boxes import by_parity, in_boxes, unaddressable
 from .tma_wgrad import num_parts, tile_arguments
-from .transpose_weights import transpose_weights
 
 
 @configures("tma_stride2")
@@ -67,161 +53,6 @@ WGRAD_CONFIGS = [
 
 
 # --- forward and input gradient -------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["P", "Q"])
-def _stride2_fwd_kernel(
-    x_desc,  # [N, H / 2, 2, W / 2, 2 CI] in boxes [TILE_N, TILE_H, 1, TILE_W, BLOCK_K]
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
-    bias_ptr,  # [CO] or None
-    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]
-    CI,
-    P,
-    Q,
-    CO,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    n0, h0, w0, c0 = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    k_blocks = CI // BLOCK_K
-    for step in range(R * S * k_blocks):
-        tap = step // k_blocks
-        k0 = (step - tap * k_blocks) * BLOCK_K
-        row = tap // S - PAD_H
-        col = tap % S - PAD_W
-        x = x_desc.load([n0, h0 + (row >> 1), row & 1, w0 + (col >> 1), (col & 1) * CI + k0])
-        w = w_desc.load([tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
-        acc = tl.dot(w, tl.trans(x.reshape(BLOCK_M, BLOCK_K)), acc, input_precision=PRECISION)
-    if bias_ptr is not None:
-        offs_c = c0 + tl.arange(0, BLOCK_C)
-        bias = tl.load(bias_ptr + offs_c, mask=offs_c < CO, other=0.0)
-        acc += bias.to(tl.float32)[:, None]
-    y = tl.trans(acc.to(y_desc.dtype)).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C)
-    y_desc.store([n0, h0, w0, c0], y)
-
-
-@triton.jit(do_not_specialize=["P", "Q"])
-def _stride2_dgrad_kernel(
-    dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]; TURNED: transposed
-    dx_desc,  # [N, H / 2, 2, W / 2, 2 CI] in boxes [TILE_N, TILE_H, 1, TILE_W, BLOCK_C]
-    add_desc,  # to be added to dx, in such boxes, or None
-    CO,
-    P,  # H / 2, W / 2: the pixels of one kind
-    Q,
-    CI,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    TURNED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    n0, h0, w0, c0 = tile_origin(P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    odd_row = tl.program_id(1) // 2  # this program's kind
-    odd_col = tl.program_id(1) % 2
-    r0 = (odd_row + PAD_H) % 2  # the first tap that it sees, and every other one
-    s0 = (odd_col + PAD_W) % 2
-    taps_h = (R + 1 - r0) // 2
-    taps_w = (S + 1 - s0) // 2
-    row = (odd_row + PAD_H - r0) // 2  # of dy at that tap; one less with every further one
-    col = (odd_col + PAD_W - s0) // 2
-    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    k_blocks = tl.cdiv(CO, BLOCK_K)
-    for step in range(taps_h * taps_w * k_blocks):
-        tap = step // k_blocks
-        k0 = (step - tap * k_blocks) * BLOCK_K
-        i = tap // taps_w
-        j = tap - i * taps_w
-        dy = dy_desc.load([n0, h0 + row - i, w0 + col - j, k0]).reshape(BLOCK_M, BLOCK_K)
-        tap = (r0 + 2 * i) * S + s0 + 2 * j
-        if TURNED:
-            w = w_desc.load([R * S - 1 - tap, c0, k0]).reshape(BLOCK_C, BLOCK_K)
-        else:
-            w = tl.trans(w_desc.load([tap, k0, c0]).reshape(BLOCK_K, BLOCK_C))
-        acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
-    channel = odd_col * CI + c0
-    if add_desc is not None:
-        add = add_desc.load([n0, h0, odd_row, w0, channel]).reshape(BLOCK_M, BLOCK_C)
-        acc += tl.trans(add).to(tl.float32)
-    dx = tl.trans(acc.to(dx_desc.dtype)).reshape(TILE_N, TILE_H, 1, TILE_W, BLOCK_C)
-    dx_desc.store([n0, h0, odd_row, w0, channel], dx)
-
-
-def launch(config: Config, operands: ConvOperands) -> None:
-    """y = conv(x, weight) + bias; with `dgrad` x is the gradient of the output and y that of the
-    input, plus `add`."""
-    x, weight, bias, y, _, padding, precision, dgrad, add, _ = operands
-    _, _, r, s = weight.shape
-    assert add is None or dgrad
-    if dgrad:
-        _launch_dgrad(x, weight, y, padding, precision, config, add)
-        return
-    n, p, q, co = y.shape
-    ci = x.shape[3]
-    box = pixel_box(config.block_m, n, p, q)
-    assert ci % config.block_k == 0, "a block of channels reaches into the other parity"
-    _stride2_fwd_kernel[(count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c),)](
-        in_boxes(_by_parity(x), [*box[:2], 1, box[2], config.block_k]),
-        weight_in_boxes(weight, config.block_c, config.block_k),
-        bias,
-        in_boxes(y, [*box, config.block_c]),
-        ci,
-        p,
-        q,
-        co,
-        **tile_constants((r, s), padding, precision, box, config),
-    )
-
-
-def _launch_dgrad(
-    dy: Tensor,
-    weight: Tensor,
-    dx: Tensor,
-    padding: tuple[int, int],
-    precision: str,
-    config: Config,
-    add: Tensor | None,
-) -> None:
-    _, ci, r, s = weight.shape
-    pixels = _by_parity(dx)
-    n, p, kinds, q, _ = pixels.shape
-    box = pixel_box(config.block_m, n, p, q)
-    assert ci % config.block_c == 0, "a block of channels reaches into the other parity"
-    programs = count_boxes(box, n, p, q) * triton.cdiv(ci, config.block_c)
-    if turned := worth_transposing(dx):
-        filters = weight_in_boxes(transpose_weights(weight, 1)[0], config.block_c, config.block_k)
-    else:
-        filters = weight_in_boxes(weight, config.block_k, config.block_c)
-    tile = [*box[:2], 1, box[2], config.block_c]
-    _stride2_dgrad_kernel[(programs, 2 * kinds)](
-        in_boxes(dy, [*box, config.block_k]),
-        filters,
-        in_boxes(pixels, tile),
-        None if add is None else in_boxes(_by_parity(add), tile),
-        dy.shape[3],
-        p,
-        q,
-        ci,
-        TURNED=turned,
-        **tile_constants((r, s), padding, precision, box, config),
-    )
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
@@ -317,9 +148,7 @@ def _stride2_wgrad_kernel(
     acc = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
     start = split * tiles_per_split
     for tile in range(start, tl.minimum(start + tiles_per_split, num_tiles)):
-        w0 = tile % tiles_w * TILE_W
-        h0 = tile // tiles_w % tiles_h * TILE_H
-        n0 = tile // (tiles_w * tiles_h) * TILE_N
+        n0, h0, w0 = box_origin(tile, tiles_h, tiles_w, TILE_N, TILE_H, TILE_W)
         if FLAT:
             dy = dy_desc.load([tile * BLOCK_M, co0])
         else:
@@ -341,7 +170,7 @@ def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> N
     dy_tiles, box, num_tiles, constants = tile_arguments(dy, s, padding, config)
     blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
     _stride2_wgrad_kernel[(blocks, r * s, splits)](
-        in_boxes(_by_parity(x), [*box[:2], 1, box[2], config.block_ci]),
+        in_boxes(by_parity(x), [*box[:2], 1, box[2], config.block_ci]),
         dy_tiles,
         partial,
         ci,
@@ -374,12 +203,3 @@ def cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
 WEIGHT_GRAD = split_kernel(
     WgradConfig, refuse_wgrad, lambda spec, gpu: WGRAD_CONFIGS, num_parts, launch_wgrad, cost_wgrad
 )
-
-
-# --- rows and columns by their parity -------------------------------------------------------------
-
-
-def _by_parity(x: Tensor) -> Tensor:
-    n, h, w, c = x.shape
-    rows = (h // 2, 2) if h > 1 else (1, 1)
-    return x.view(n, *rows, w // 2, 2 * c)

@@ -19,6 +19,7 @@ from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
 from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel
+from .products import box_origin, zero_sums
 from .tma_boxes import (
     as_one_row,
     count_boxes,
@@ -26,6 +27,7 @@ from .tma_boxes import (
     is_pointwise,
     unaddressable,
     wgrad_box,
+    wgrad_sizes,
 )
 
 
@@ -109,43 +111,31 @@ def _conv2d_wgrad_tma_kernel(
     tiles_h = tl.cdiv(P, TILE_H)
     tiles_w = tl.cdiv(Q, TILE_W)
 
-    acc0 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
-    acc1 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)  # these two cost nothing if GROUP == 1
-    acc2 = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
+    accs = zero_sums(GROUP, BLOCK_CO, BLOCK_CI)
     start = split * tiles_per_split
     for tile in range(start, tl.minimum(start + tiles_per_split, num_tiles)):
-        w0 = tile % tiles_w * TILE_W
-        h0 = tile // tiles_w % tiles_h * TILE_H
-        n0 = tile // (tiles_w * tiles_h) * TILE_N
+        n0, h0, w0 = box_origin(tile, tiles_h, tiles_w, TILE_N, TILE_H, TILE_W)
         if FLAT:
             dy = dy_desc.load([tile * BLOCK_M, co0])
         else:
             dy = dy_desc.load([n0, h0, w0, co0]).reshape(BLOCK_M, BLOCK_CO)
         dy = tl.trans(dy)
-        x0 = x_desc.load([n0, h0 + r, w0 + s, ci0]).reshape(BLOCK_M, BLOCK_CI)
-        acc0 = tl.dot(dy, x0, acc0)
-        if GROUP == 3:
-            x1 = x_desc.load([n0, h0 + r, w0 + s + 1, ci0]).reshape(BLOCK_M, BLOCK_CI)
-            acc1 = tl.dot(dy, x1, acc1)
-            x2 = x_desc.load([n0, h0 + r, w0 + s + 2, ci0]).reshape(BLOCK_M, BLOCK_CI)
-            acc2 = tl.dot(dy, x2, acc2)
+        sums = ()
+        for i in tl.static_range(GROUP):
+            x = x_desc.load([n0, h0 + r, w0 + s + i, ci0]).reshape(BLOCK_M, BLOCK_CI)
+            sums = sums + (tl.dot(dy, x, accs[i]),)
+        accs = sums
 
     offs_co = co0 + tl.arange(0, BLOCK_CO)
     offs_ci = ci0 + tl.arange(0, BLOCK_CI)
     mask = (offs_co < CO)[:, None] & (offs_ci < CI)[None, :]
     row = split.to(tl.int64) * stride_split + offs_co * stride_co + tap * CI
     dw_ptrs = dw_ptr + row[:, None] + offs_ci[None, :]
-    _store_or_add(dw_ptrs, acc0, mask, ACCUMULATE)
-    if GROUP == 3:
-        _store_or_add(dw_ptrs + CI, acc1, mask, ACCUMULATE)
-        _store_or_add(dw_ptrs + 2 * CI, acc2, mask, ACCUMULATE)
-
-
-@triton.jit
-def _store_or_add(ptrs, value, mask, ADD: tl.constexpr):
-    if ADD:
-        value += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(ptrs, value.to(ptrs.dtype.element_ty), mask=mask)
+    for i in tl.static_range(GROUP):
+        value = accs[i]
+        if ACCUMULATE:
+            value += tl.load(dw_ptrs + i * CI, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dw_ptrs + i * CI, value.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
 def num_parts(spec: ConvSpec, gpu: Device, config: WgradConfig | WgradTile, taps: int = 1) -> int:
@@ -196,21 +186,9 @@ def tile_arguments(
     n, p, q, co = dy.shape
     box, flat = wgrad_box(config.block_m, n, p, q)
     rows = dy.view(n * p * q, co) if flat else dy
-    constants = {
-        "S": s,
-        "PAD_H": padding[0],
-        "PAD_W": padding[1],
-        "FLAT": flat,
-        "TILE_N": box[0],
-        "TILE_H": box[1],
-        "TILE_W": box[2],
-        "BLOCK_CO": config.block_co,
-        "BLOCK_CI": config.block_ci,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+    constants = {"S": s, "PAD_H": padding[0], "PAD_W": padding[1], "FLAT": flat}
     tiles = in_boxes(rows, [*([math.prod(box)] if flat else box), config.block_co])
-    return tiles, box, count_boxes(box, n, p, q), constants
+    return tiles, box, count_boxes(box, n, p, q), constants | wgrad_sizes(box, config)
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
