@@ -182,7 +182,7 @@ SUMS = {  # and the tiles of each half
 def _not_few(spec):
     """What would be taken of more images."""
     (few, one_launch, table) = norm_of_sums.NORM_OF_SUMS.kernels
-    kernel = table if one_launch.refuse(spec, HOPPER) else one_launch
+    kernel = table if norm_of_sums.NORM_OF_SUMS.why_not(one_launch, spec, HOPPER) else one_launch
     return kernel.configs(spec, HOPPER)[0]
 
 

@@ -51,7 +51,7 @@ def _tiles(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
 def _refuse_1x1(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.n == 0 or spec.w not in tile_mma.WIDTHS_OF_MEANS:
         return f"{spec.n} images whose rows have {spec.w} pixels"
-    return single_tile.refuse(spec, gpu, gpu.busy)
+    return single_tile.refuse(spec, gpu)
 
 
 CONV_MEANS = Op(
@@ -60,7 +60,12 @@ CONV_MEANS = Op(
     (
         Kernel("tile_mma", tile_mma.TileMma, _refuse, _tiles, adds=FORWARD_TERMS),
         Kernel(
-            "single_tile", SingleTile, _refuse_1x1, lambda *_: [SingleTile()], adds=("residual",)
+            "single_tile",
+            SingleTile,
+            _refuse_1x1,
+            lambda *_: [SingleTile()],
+            untimed=lambda spec, gpu: single_tile.untimed(spec, gpu, gpu.busy),
+            adds=("residual",),
         ),
     ),
     similar=False,

@@ -90,7 +90,12 @@ CONV_NORM = Op(
     (
         Kernel("tile_mma", tile_mma.TileMma, _refuse, _configs, adds=FORWARD_TERMS),
         Kernel(
-            "single_tile", SingleTile, _refuse_1x1, lambda *_: [SingleTile()], adds=("residual",)
+            "single_tile",
+            SingleTile,
+            _refuse_1x1,
+            lambda *_: [SingleTile()],
+            untimed=single_tile.untimed,
+            adds=("residual",),
         ),
     ),
     similar=False,

@@ -79,6 +79,7 @@ CONV_FEW = Op(
             launch=lambda _, *tensors, **options: small_batch.conv_early(*tensors, **options),
             adds=FORWARD_TERMS,
             work=lambda spec, gpu, _: small_batch.whole_work(spec),
+            untimed=small_batch.untimed,
             borrows=HOPPER,
         ),
         Kernel(
@@ -87,6 +88,7 @@ CONV_FEW = Op(
             single_tile.refuse,
             lambda *_: [SingleTile()],
             launch=_single_tile,
+            untimed=single_tile.untimed,
             adds=("residual", "stats"),
             work=lambda spec, gpu, _: single_tile.work(spec),
         ),

@@ -63,14 +63,19 @@ class TableAndApply(NamedTuple):
 
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
+    """Registers have to hold the sums."""
+    sums = _sums(32, spec)
+    return f"{sums} sums of either kind a program; {_MOST_SUMS}" if sums > _MOST_SUMS else None
+
+
+def _untimed(spec: NormSpec, gpu: Device) -> str | None:
     """Of a launch less is the price that programs of 32 channels load more sums; what it costs is
     less than that, if there are many programs."""
     many = spec.elements > gpu.busy * _CONFIGS[0].tile * _CONFIGS[0].tiles
     most = _MANY_SUMS if many else 2 * _MANY_SUMS
-    if spec.elements <= SMALL_NORM:
-        most = _MOST_SUMS
     sums = _sums(32, spec)
-    return f"{sums} sums of either kind a program; at most {most}" if sums > most else None
+    many = sums > most and spec.elements > SMALL_NORM
+    return f"{sums} sums of either kind a program; at most {most}" if many else None
 
 
 def _configs(spec: NormSpec, gpu: Device) -> list[SumsConfig]:
@@ -100,7 +105,7 @@ NORM_OF_SUMS = Op(
     _key,
     (
         SMALL_BATCH,
-        Kernel("from_partials", SumsConfig, _refuse, _configs),
+        Kernel("from_partials", SumsConfig, _refuse, _configs, untimed=_untimed),
         Kernel("table_and_apply", TableAndApply, lambda *_: None, lambda *_: [TableAndApply()]),
     ),
     similar=False,

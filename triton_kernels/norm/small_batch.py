@@ -164,10 +164,13 @@ class SmallBatch(NamedTuple):
     """Its tile follows from the shape."""
 
 
-def _refuse(spec: NormSpec, gpu: Device) -> str | None:
+def _untimed(spec: NormSpec, gpu: Device) -> str | None:
     most = gpu.busy * _MIN_TILE
-    if spec.n > FEW_IMAGES or spec.elements > most:
-        return f"more than {FEW_IMAGES} images, or {most} elements"
+    many = spec.n > FEW_IMAGES or spec.elements > most
+    return f"more than {FEW_IMAGES} images, or {most} elements" if many else None
+
+
+def _refuse(spec: NormSpec, gpu: Device) -> str | None:
     if triton.next_power_of_2(spec.c // spec.groups) * sum(spec.tiles) > _MAX_LOADED:
         return f"registers do not hold the sums of {sum(spec.tiles)} tiles of a group"
     return None
@@ -225,4 +228,6 @@ def _tile(n: int, hw: int, groups: int, cg: int, k: int, gpu: Device) -> tuple[i
     return block_g, block_j, block_p
 
 
-SMALL_BATCH = Kernel("small_batch", SmallBatch, _refuse, lambda *_: [SmallBatch()])
+SMALL_BATCH = Kernel(
+    "small_batch", SmallBatch, _refuse, lambda *_: [SmallBatch()], untimed=_untimed
+)

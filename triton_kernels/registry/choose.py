@@ -92,12 +92,14 @@ def expected(op: Op, spec: Spec, gpu: Device) -> float | None:
     return choice.kernel.model(spec, gpu, choice.config)
 
 
-def listed(op: Op, spec: Spec, gpu: Device) -> list[tuple[Kernel, tuple]]:
-    """Every kernel that can do it, with every configuration."""
+def listed(op: Op, spec: Spec, gpu: Device, untimed: bool = False) -> list[tuple[Kernel, tuple]]:
+    """Every kernel that can do it, with every configuration; `untimed`: also where nobody has
+    measured that it pays, to measure that."""
+    refuse = op.cannot if untimed else op.why_not
     return [
         (kernel, config)
         for kernel in op.kernels
-        if op.why_not(kernel, spec, gpu) is None
+        if refuse(kernel, spec, gpu) is None
         for config in kernel.configs(spec, gpu)
     ]
 

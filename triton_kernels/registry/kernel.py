@@ -51,6 +51,8 @@ class Kernel(Generic[C]):
     alike: Callable[[Spec, Device, C], float | None] | None = None
     # whether it asks the registry again, for each of several operations
     delegates: bool = False
+    # why it is not to be taken, though it can compute this: nobody has measured that it pays
+    untimed: Callable[[Spec, Device], str | None] | None = None
     adds: tuple[str, ...] = ()  # terms of an epilogue, of `spec.TERMS`; it refuses all others
 
     def model(self, spec: Spec, gpu: Device, config: C) -> float | None:
@@ -113,6 +115,13 @@ class Op:
         return hash(self.name)
 
     def why_not(self, kernel: Kernel, spec: Spec, gpu: Device) -> str | None:
+        """Why one of the kernels is not to compute this on this GPU, or None."""
+        reason = self.cannot(kernel, spec, gpu)
+        if reason is None and kernel.untimed is not None:
+            reason = kernel.untimed(spec, gpu)
+        return reason
+
+    def cannot(self, kernel: Kernel, spec: Spec, gpu: Device) -> str | None:
         """Why one of the kernels cannot compute this on this GPU, or is switched off, or None."""
         if gpu.off and {kernel.name, f"{self.name}/{kernel.name}"} & set(gpu.off.split(",")):
             return "it is switched off"

@@ -30,9 +30,8 @@ PIXELS = 64  # of a tile
 _TILES = 2  # for each multiprocessor
 
 
-def refuse(spec: ConvSpec, gpu: Device, most: int | None = None) -> str | None:
-    """Why `conv_single_tile` cannot do it, or should not: it has whole tiles of one image each,
-    of which there are not many."""
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why `conv_single_tile` cannot do it: it has whole tiles of one image each."""
     if reason := missing(gpu, spec.itemsize):
         return reason
     if spec.taps > 1 or spec.k > _MAX_CHANNELS:
@@ -40,7 +39,12 @@ def refuse(spec: ConvSpec, gpu: Device, most: int | None = None) -> str | None:
     co, _ = spec.of_filters
     if spec.k % 64 or co % 64 or spec.h * spec.w % PIXELS or spec.c != co:
         return f"channels are no multiples of 64, or pixels of {PIXELS}"
-    tiles = spec.n * spec.h * spec.w // PIXELS * (co // 64)
+    return None
+
+
+def untimed(spec: ConvSpec, gpu: Device, most: int | None = None) -> str | None:
+    """Why it should not: there are more tiles than were timed."""
+    tiles = work(spec).tiles
     most = _TILES * gpu.num_sms if most is None else most
     return f"{tiles} tiles are more than {most}" if tiles > most else None
 

@@ -228,23 +228,30 @@ def _work(spec: ConvSpec, config: EarlyConfig, terms: int, rounds: int, parts: i
 
 
 def refuse_split(spec: ConvSpec) -> str | None:
-    """Why `split_early` should not do it: images are to be few, and registers to hold a tile of
-    numbers of this size."""
-    if spec.n > FEW_IMAGES or spec.n * spec.h * spec.w > _MAX_PIXELS:
-        return f"it does {FEW_IMAGES} images and {_MAX_PIXELS} pixels at most"
+    """Why `split_early` cannot do it: registers hold a tile of numbers of this size."""
     wrong = spec.itemsize != 2 or spec.k % 16
     return "it does numbers of 16 bits, and channels by 16" if wrong else None
 
 
+def untimed_split(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it should not."""
+    many = spec.n > FEW_IMAGES or spec.n * spec.h * spec.w > _MAX_PIXELS
+    return f"it does {FEW_IMAGES} images and {_MAX_PIXELS} pixels at most" if many else None
+
+
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why `conv_early` should not do it: all programs have to find a multiprocessor each at once,
-    and their tiles to divide the images."""
-    if spec.n > FEW_IMAGES or spec.itemsize != 2 or spec.k % 16 or not gpu.tma:
-        return f"it does {FEW_IMAGES} images at most, in 16 bits, of channels by 16, with TMA"
-    config = whole_config(spec)
-    pixels, (co, _) = spec.h * spec.w, spec.of_filters
-    if pixels % config.block_m:
-        return f"{pixels} pixels are no multiple of {config.block_m}"
-    programs = spec.n * pixels // config.block_m * triton.cdiv(co, config.block_c)
+    """Why `conv_early` cannot do it: its tiles have to divide the images."""
+    if spec.itemsize != 2 or spec.k % 16 or not gpu.tma:
+        return "it does numbers of 16 bits, of channels by 16, with TMA"
+    pixels, block_m = spec.h * spec.w, whole_config(spec).block_m
+    return f"{pixels} pixels are no multiple of {block_m}" if pixels % block_m else None
+
+
+def untimed(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why it should not: all programs have to find a multiprocessor each at once."""
+    if spec.n > FEW_IMAGES:
+        return f"it does {FEW_IMAGES} images at most"
+    config, (co, _) = whole_config(spec), spec.of_filters
+    programs = spec.n * spec.h * spec.w // config.block_m * triton.cdiv(co, config.block_c)
     many = programs > gpu.num_sms
     return f"{programs} programs for {gpu.num_sms} multiprocessors" if many else None

@@ -27,7 +27,7 @@ from ...runtime.device import Device, describe
 from ..fused_spec import forward_spec
 from ..hopper import one_row
 from .products import multiply, tile_origin
-from .small_batch import MOST_PARTS, refuse_split, split_early, split_work
+from .small_batch import MOST_PARTS, refuse_split, split_early, split_work, untimed_split
 from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -363,6 +363,7 @@ CONV_SPLIT = Op(
             lambda *_: [EarlyParts()],
             adds=("extra",),
             work=lambda spec, gpu, _: split_work(spec, gpu),
+            untimed=untimed_split,
             borrows=HOPPER,
         ),
         Kernel(
