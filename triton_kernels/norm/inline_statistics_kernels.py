@@ -8,10 +8,9 @@ of the BLOCK_G groups that its channels belong to, of up to BLOCK_J channels eac
 import triton
 import triton.language as tl
 
-from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs
-from ..tf32 import as_operand
 from .coefficients import affine
+from .pass_kernels import store_dx, store_sums
 from .statistics import (
     covering_lanes,
     store_affine_grads,
@@ -166,16 +165,7 @@ def norm_dx_inline_kernel(
             dz = tl.load(dz_ptr + here + offs, mask=mask)
             x = tl.load(x_ptr + here + offs, mask=mask)
         dx = p_c[None, :] * dz.to(tl.float32) + (q_c[None, :] * x.to(tl.float32) + r_c[None, :])
-        if add_ptr is not None:
-            dx += tl.load(add_ptr + here + offs, mask=mask).to(tl.float32)
-        if add_second_ptr is not None:
-            dx += tl.load(add_second_ptr + here + offs, mask=mask).to(tl.float32)
-        tl.store(dx_ptr + here + offs, as_operand(dx, dx_ptr.dtype.element_ty, TF32), mask=mask)
-        if sums_ptr is not None:
-            acc += tl.where(mask, dx, 0.0) if MASKED else dx
-    if sums_ptr is not None:
-        tl.store(
-            sums_ptr + (n * K + k) * C + offs_c,
-            sum_over_pixels(acc, dz_ptr.dtype.element_ty),
-            mask=mask_c,
+        acc = store_dx(
+            dx, acc, add_ptr, add_second_ptr, dx_ptr, sums_ptr, here, offs, mask, MASKED, TF32
         )
+    store_sums(sums_ptr, (n * K + k) * C + offs_c, acc, dz_ptr.dtype.element_ty, mask_c)

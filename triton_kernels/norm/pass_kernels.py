@@ -218,6 +218,38 @@ def _coefficients(row_ptrs, C, mask_c):
 
 
 @triton.jit
+def store_dx(
+    dx,  # float32 [BLOCK_P, BLOCK_C]
+    acc,  # likewise: of the tiles before
+    add_ptr,  # or None
+    add_second_ptr,  # or None
+    dx_ptr,
+    sums_ptr,  # or None: acc stays as it is
+    first,  # where the tile is in each of them
+    offs,
+    mask,
+    MASKED: tl.constexpr,
+    TF32: tl.constexpr,
+):
+    """Add two tensors to a tile of dx, round and store it; acc + dx."""
+    if add_ptr is not None:
+        dx += tl.load(add_ptr + first + offs, mask=mask).to(tl.float32)
+    if add_second_ptr is not None:
+        dx += tl.load(add_second_ptr + first + offs, mask=mask).to(tl.float32)
+    tl.store(dx_ptr + first + offs, as_operand(dx, dx_ptr.dtype.element_ty, TF32), mask=mask)
+    if sums_ptr is not None:
+        acc += tl.where(mask, dx, 0.0) if MASKED else dx
+    return acc
+
+
+@triton.jit
+def store_sums(sums_ptr, offs_c, acc, DTYPE: tl.constexpr, mask_c):
+    """The sums over pixels of tiles that were loaded as DTYPE, unless nobody wants them."""
+    if sums_ptr is not None:
+        tl.store(sums_ptr + offs_c, sum_over_pixels(acc, DTYPE), mask=mask_c)
+
+
+@triton.jit
 def _norm_dx_half(
     dz_ptr,  # [N, HW, C]
     x_ptr,  # this half: [N, HW, CH], as the four below
@@ -254,19 +286,10 @@ def _norm_dx_half(
         dz = tl.load(dz_ptr + (n * HW + p0) * C + border + offs_z, mask=mask).to(tl.float32)
         x = tl.load(x_ptr + first + offs, mask=mask).to(tl.float32)
         dx = p[None, :] * dz + (q[None, :] * x + r[None, :])
-        if add_ptr is not None:
-            dx += tl.load(add_ptr + first + offs, mask=mask).to(tl.float32)
-        if add_second_ptr is not None:
-            dx += tl.load(add_second_ptr + first + offs, mask=mask).to(tl.float32)
-        tl.store(dx_ptr + first + offs, as_operand(dx, dx_ptr.dtype.element_ty, TF32), mask=mask)
-        if sums_ptr is not None:
-            acc += tl.where(mask, dx, 0.0) if MASKED else dx
-    if sums_ptr is not None:
-        tl.store(
-            sums_ptr + (n * K + k) * CH + offs_c,
-            sum_over_pixels(acc, dz_ptr.dtype.element_ty),
-            mask=mask_c,
+        acc = store_dx(
+            dx, acc, add_ptr, add_second_ptr, dx_ptr, sums_ptr, first, offs, mask, MASKED, TF32
         )
+    store_sums(sums_ptr, (n * K + k) * CH + offs_c, acc, dz_ptr.dtype.element_ty, mask_c)
 
 
 @triton.jit
@@ -320,15 +343,8 @@ def _norm_dx_upsampled(
             dx += _sum_four(add_ptr + n * HW * CH, offs_fine, W, CH, mask)
         if add_second_ptr is not None:
             dx += _sum_four(add_second_ptr + n * HW * CH, offs_fine, W, CH, mask)
-        tl.store(dx_ptr + offs, as_operand(dx, dx_ptr.dtype.element_ty, TF32), mask=mask)
-        if sums_ptr is not None:
-            acc += tl.where(mask, dx, 0.0) if MASKED else dx
-    if sums_ptr is not None:
-        tl.store(
-            sums_ptr + (n * K + k) * CH + offs_c,
-            sum_over_pixels(acc, dz_ptr.dtype.element_ty),
-            mask=mask_c,
-        )
+        acc = store_dx(dx, acc, None, None, dx_ptr, sums_ptr, 0, offs, mask, MASKED, TF32)
+    store_sums(sums_ptr, (n * K + k) * CH + offs_c, acc, dz_ptr.dtype.element_ty, mask_c)
 
 
 @triton.jit
