@@ -124,11 +124,16 @@ def _group_norm(
     groups: int,
     eps: float,
 ) -> tuple[Tensor, ...] | None:
-    full = x.dtype in (torch.float32, torch.float64)
-    if not full or not x.is_contiguous() or channels % groups:
+    """Up to PyTorch 2.13 images in channels_last come copied, from 2.15 on as they are."""
+    if x.dtype not in (torch.float32, torch.float64) or channels % groups:
         return None
-    of_groups = (_contiguous((n, groups), x.dtype) for _ in range(2))
-    return _contiguous(x.shape, x.dtype), *of_groups
+    if x.is_contiguous():
+        z = _contiguous(x.shape, x.dtype)
+    elif x.is_contiguous(memory_format=torch.channels_last):
+        z = _made(x.shape, _packed(x.shape, (0, 2, 3, 1)), x.dtype)
+    else:
+        return None
+    return z, *(_contiguous((n, groups), x.dtype) for _ in range(2))
 
 
 def _bmm(a: Tensor, b: Tensor) -> Tensor | None:
