@@ -26,19 +26,7 @@ def forward_spec(
     co, ci, r, s = weight.shape
     if second is not None:
         rest["first"], k = k, k + second.shape[3]
-    return ConvSpec(
-        n=n,
-        dtype=dtype_name(x.dtype, allow_tf32),
-        h=h,
-        w=w,
-        k=k,
-        c=co if width is None else width,
-        r=r,
-        s=s,
-        filters=(co, ci),
-        emb=emb,
-        residual=residual,
-        extra=tuple(other.shape[3] for other in extra),
-        stats=stats,
-        **rest,
-    )
+    dtype, c = dtype_name(x.dtype, allow_tf32), co if width is None else width
+    rest |= {"emb": emb, "residual": residual, "stats": stats}
+    rest["extra"] = tuple(other.shape[3] for other in extra)
+    return ConvSpec(n, dtype, h, w, k, c, r, s, filters=(co, ci), **rest)

@@ -18,26 +18,24 @@ _MOST_IMAGES = 16  # of a `covering_box`, each with sums of its own
 _WHOLE_ROW = 128  # pixels of a row that some tile of every list takes whole
 
 
+def _boxes(block_m: int) -> list[tuple[int, int, int]]:
+    """[images, rows, columns], powers of two with product `block_m`."""
+    sizes = [2**i for i in range(block_m.bit_length())]
+    return [(block_m // (h * w), h, w) for w in sizes for h in sizes if h * w <= block_m]
+
+
 @lru_cache
 def pixel_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int]:
     """[images, rows, columns], powers of two with product `block_m`, of which the fewest cover
     [n, p, q]; among those the one with the longest rows."""
-    sizes = [2**i for i in range(block_m.bit_length())]
-    boxes = [(block_m // (h * w), h, w) for w in sizes for h in sizes if h * w <= block_m]
-    return min(boxes, key=lambda box: (count_boxes(box, n, p, q), -box[2], -box[1]))
+    return min(_boxes(block_m), key=lambda b: (count_boxes(b, n, p, q), -b[2], -b[1]))
 
 
 @lru_cache
 def image_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int] | None:
     """Such a box whose rows and columns divide those of an image, so that every box takes equally
     many pixels, 16 or more, of each of its images; None if there is none."""
-    sizes = [2**i for i in range(block_m.bit_length())]
-    boxes = [
-        (block_m // (h * w), h, w)
-        for w in sizes
-        for h in sizes
-        if 16 <= h * w <= block_m and p % h == 0 and q % w == 0
-    ]
+    boxes = [b for b in _boxes(block_m) if b[1] * b[2] >= 16 and p % b[1] == q % b[2] == 0]
     return min(boxes, key=lambda b: (count_boxes(b, n, p, q), -b[2], -b[1]), default=None)
 
 
@@ -56,15 +54,12 @@ def covering_box(
     What lies outside an image is multiplied for nothing, and an image of a box costs its sums: as
     much as 8 pixels, which is a guess.
     """
-    sizes = [2**i for i in range(block_m.bit_length())]
     # in rows that no tile takes whole, a small tile may have as many images as pixels
     most = block_m if q > _WHOLE_ROW and block_m <= 64 else _MOST_IMAGES
     boxes = [
-        (block_m // (h * w), h, w)
-        for w in sizes
-        for h in sizes
-        if h * w <= block_m <= most * h * w
-        and (not even or ((p % h == 0 or h >= p) and (q % w == 0 or w >= q)))
+        (images, h, w)
+        for images, h, w in _boxes(block_m)
+        if images <= most and (not even or ((p % h == 0 or h >= p) and (q % w == 0 or w >= q)))
     ]
 
     def cost(b: tuple[int, int, int]) -> tuple[int, int, int]:
