@@ -63,7 +63,7 @@ def plan(
     prepare(graph, "train" if wanted else "sample")
     backward = differentiate(graph, wanted) if wanted else None
     fuse(graph, backward, tf32[0])
-    graph.check_with(() if backward is None else backward.seeds.values())
+    graph.check(() if backward is None else backward.seeds.values())
     parameters = dict(module.named_parameters()) | dict(module.named_buffers())
     if joins is not None and backward is None and _multiplies_low(graph, tf32):
         join(graph, parameters, *joins, grid_sync=False)

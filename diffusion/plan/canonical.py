@@ -173,10 +173,9 @@ def _flat_of(graph: Graph, value: Value, shape, reader: Node) -> Value:
 
 
 def _insert(graph: Graph, before: Node, op: str, x: Value, shape, **attrs) -> Value:
-    y = graph.make(op, {"x": x}, shape, x.dtype, source=before.source, **attrs)
-    node = graph.nodes.pop()
+    node = graph.new(op, {"x": x}, {"y": (shape, x.dtype)}, before.source, **attrs)
     graph.nodes.insert(graph.nodes.index(before), node)
-    return y
+    return node.out
 
 
 def _padding(graph: Graph) -> None:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .graph import PARTS, Graph, PlanError, Value
+from .graph import PARTS, Graph, PlanError, Value, numbered
 
 GRADIENTS: dict[str, Callable] = {}
 
@@ -120,7 +120,7 @@ class _Differentiation:
         ends = [0, *(p.stop for p in parts)]
         tile = all(p.axis == axis and p.start == end for p, end in zip(parts, ends, strict=False))
         if tile and ends[-1] == value.shape[axis]:
-            inputs = {f"x{i}": p.grad for i, p in enumerate(parts)}
+            inputs = numbered("x", [p.grad for p in parts])
             return self.make("cat", inputs, value, axis=axis)
         total = None
         for p in parts:
@@ -160,20 +160,28 @@ class _Differentiation:
 # --- layers ---------------------------------------------------------------------------------------
 
 
-@gradient("conv")
-def _conv(d, node, dy):
+@gradient("conv", "linear")
+def _product(d, node, dy):
     x, weight, bias = (node.inputs.get(role) for role in ("x", "weight", "bias"))
+    dw, dx = f"{node.op}_dw", f"{node.op}_dx"
     d.send(bias, lambda: d.channel_sums(dy, bias))
-    d.send(weight, lambda: d.make("conv_dw", {"x": x, "dy": dy}, weight, **node.attrs))
-    d.send(x, lambda: d.make("conv_dx", {"dy": dy, "weight": weight}, x, **node.attrs))
+    d.send(weight, lambda: d.make(dw, {"x": x, "dy": dy}, weight, **node.attrs))
+    d.send(x, lambda: d.make(dx, {"dy": dy, "weight": weight}, x, **node.attrs))
 
 
-@gradient("linear")
-def _linear(d, node, dy):
-    x, weight, bias = (node.inputs.get(role) for role in ("x", "weight", "bias"))
-    d.send(bias, lambda: d.channel_sums(dy, bias))
-    d.send(weight, lambda: d.make("linear_dw", {"x": x, "dy": dy}, weight))
-    d.send(x, lambda: d.make("linear_dx", {"dy": dy, "weight": weight}, x))
+# of ops of one tensor: op, inputs and attributes of its gradient
+_OF_X: dict[str, Callable] = {
+    "act": lambda node, dy: ("act_grad", {"dy": dy, "x": node.inputs["x"]}, node.attrs),
+    "cast": lambda node, dy: ("cast", {"x": dy}, {}),
+    "reshape": lambda node, dy: ("reshape", {"x": dy}, {}),
+    "upsample": lambda node, dy: ("sum_pool", {"x": dy}, {"window": node.attrs["factor"]}),
+}
+
+
+@gradient(*_OF_X)
+def _of_x(d, node, dy):
+    x, (op, inputs, attrs) = node.inputs["x"], _OF_X[node.op](node, dy)
+    d.send(x, lambda: d.make(op, inputs, x, **attrs))
 
 
 @gradient("norm_apply")
@@ -184,7 +192,7 @@ def _norm(d, node, dy):
     film = {r: made.inputs[r] for r in ("weight", "bias", "scale", "shift") if r in made.inputs}
     if not any(value in d.needed for value in (*xs, *film.values())):
         return
-    (n, _, c), several = table.shape, {f"x{i}": x for i, x in enumerate(xs)}
+    (n, _, c), several = table.shape, numbered("x", xs)
     first = d.graph.node(
         "norm_act_grad",
         {"da": dy, **several, "table": table},
@@ -222,12 +230,6 @@ def _part_of_norm(d, node, dy):
 @gradient("casts")
 def _casts(d, node, dy):
     raise PlanError("casts are put together behind backward")
-
-
-@gradient("act")
-def _act(d, node, dy):
-    x = node.inputs["x"]
-    d.send(x, lambda: d.make("act_grad", {"dy": dy, "x": x}, x, **node.attrs))
 
 
 @gradient("attention")
@@ -291,12 +293,6 @@ def _affine(d, node, dy):
     d.send(x, lambda: dy if scale == 1 else d.make("affine", {"x": dy}, x, scale=scale, offset=0))
 
 
-@gradient("upsample")
-def _upsample(d, node, dy):
-    x = node.inputs["x"]
-    d.send(x, lambda: d.make("sum_pool", {"x": dy}, x, window=node.attrs["factor"]))
-
-
 @gradient("avg_pool")
 def _avg_pool(d, node, dy):
     x, (y, z) = node.inputs["x"], node.attrs["window"]
@@ -339,18 +335,6 @@ def _dropout(d, node, dy):
         d.send(x, lambda: d.make("dropout", inputs, x, **attrs))
     else:
         d.send(x, lambda: d.make("mul", {"a": dy, "b": node.outputs["mask"]}, x))
-
-
-@gradient("cast")
-def _cast(d, node, dy):
-    x = node.inputs["x"]
-    d.send(x, lambda: d.make("cast", {"x": dy}, x))
-
-
-@gradient("reshape")
-def _reshape(d, node, dy):
-    x = node.inputs["x"]
-    d.send(x, lambda: d.make("reshape", {"x": dy}, x))
 
 
 @gradient("detach")

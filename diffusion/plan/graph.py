@@ -222,7 +222,7 @@ class Graph:
         shape = tuple(int(s) for s in shape)
         return Value(f"{name}.{number}" if number else name, shape, dtype)
 
-    def node(
+    def new(
         self,
         op: str,
         inputs: dict[str, Value | None],
@@ -230,7 +230,7 @@ class Graph:
         source: str = "",  # "": the graph's
         **attrs: Any,
     ) -> Node:
-        """Append a node; inputs that are None are left out."""
+        """A node that is not among the others yet; inputs that are None are left out."""
         assert op in OPS, op
         given = {k: v for k, v in inputs.items() if v is not None}
         several = len(outputs) > 1
@@ -238,9 +238,12 @@ class Graph:
             role: self.value(f"{op}.{role}" if several else op, *spec)
             for role, spec in outputs.items()
         }
-        node = Node(op, given, made, attrs, source or self.source)
-        self.nodes.append(node)
-        return node
+        return Node(op, given, made, attrs, source or self.source)
+
+    def node(self, *what: Any, **attrs: Any) -> Node:
+        """Append a node, see `new`."""
+        self.nodes.append(self.new(*what, **attrs))
+        return self.nodes[-1]
 
     def make(
         self,
@@ -320,12 +323,8 @@ class Graph:
                     order.append(node)
         self.nodes = order
 
-    def check(self) -> None:
-        """Every value is made before it is read, and once."""
-        self.check_with(())
-
-    def check_with(self, given: Iterable[Value]) -> None:
-        """`check`, where these values are there, too."""
+    def check(self, given: Iterable[Value] = ()) -> None:
+        """Every value is made before it is read, and once, where these are there, too."""
         known = {*self.inputs, *self.parameters.values(), *self.constants, *given}
         for node in self.nodes:
             missing = [v for v in node.inputs.values() if v not in known]

@@ -68,9 +68,8 @@ def place(graph: Graph, grads: dict[Value, Place]) -> dict[Value, Place]:
         return None
 
     def copy(value: Value, at: Place) -> None:
-        made = graph.node("accumulate", {"x": value}, {"y": (value.shape, value.dtype)})
+        made = graph.new("accumulate", {"x": value}, {"y": (value.shape, value.dtype)})
         made.attrs["writes"] = at.name == EMB  # whose memory is new
-        graph.nodes.pop()
         placed[made.out] = at
         added.setdefault(producers.get(value), []).append(made)
 

@@ -59,7 +59,7 @@ def compare(module: nn.Module, args: tuple, kwargs: dict | None = None, **option
     wanted = {f"x{i}": v for i, v in enumerate(graph.inputs) if v.dtype.is_floating_point}
     wanted |= {name: graph.parameters[name] for name in parameters if name in graph.parameters}
     backward = differentiate(graph, list(wanted.values()))
-    graph.check_with(backward.seeds.values())
+    graph.check(backward.seeds.values())
     if "rewrite" in options:
         backward = options["rewrite"](graph, backward) or backward
 

@@ -28,7 +28,7 @@ def made(request):
 
 def test_nodes_follow_what_they_read(made):
     _, _, p = made
-    p.graph.check_with(p.backward.seeds.values())
+    p.graph.check(p.backward.seeds.values())
     assert set(p.schedule.nodes) == set(p.graph.nodes)
     assert len(p.schedule.nodes) == len(p.graph.nodes)
     assert all(n.op not in WEIGHT_GRADS for n in nodes_of(p.schedule.forward))

@@ -104,21 +104,16 @@ def _by_autograd(
     return torch.autograd.grad(y, asked, dy.contiguous())[0]
 
 
-@launches("conv_dx")
-def _conv_dx(run, node, given):
+@launches("conv_dx", "linear_dx")
+def _product_dx(run, node, given):
     dy, weight = given["dy"], given["weight"]
-    if _is_fused(node):
+    if dy.ndim == 4 and _is_fused(node):
         return run.kernels.conv_plain_input_grad(dy, filters(weight))
+    if node.op == "linear_dx":
+        y = _conv2d(run, _rows(dy), as_filters(weight.T), None, tf32=node.tf32)
+        return y.view(node.out.shape)
     x = torch.empty(node.out.shape, dtype=dy.dtype, device=dy.device)
     return _by_autograd(run, node, x, weight, dy, of_weight=False)
-
-
-@launches("linear_dx")
-def _linear_dx(run, node, given):
-    dy, weight = given["dy"], given["weight"]
-    if dy.ndim == 4 and node.tf32:
-        return run.kernels.conv_plain_input_grad(dy, filters(weight))
-    return _conv2d(run, _rows(dy), as_filters(weight.T), None, tf32=node.tf32).view(node.out.shape)
 
 
 @launches("conv_input_grad")

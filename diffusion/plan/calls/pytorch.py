@@ -1,6 +1,8 @@
 """Rows of ops by PyTorch's kernels: moving, adding and multiplying a few numbers, and layers that
 the framework has no kernels of."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,9 +18,28 @@ def leaf(x: Tensor) -> Tensor:
     return x.detach().requires_grad_()
 
 
-@by_pytorch("act")
-def _act(run, node, given):
-    return ACTIVATION_FUNCTIONS[node.attrs["activation"]](given["x"])
+# op -> its result, of the node's attributes and of what it reads
+_FORMULAS: dict[str, Callable[[Node, Inputs], Tensor]] = {
+    "act": lambda node, given: ACTIVATION_FUNCTIONS[node.attrs["activation"]](given["x"]),
+    "add": lambda _, given: given["a"] + given["b"],
+    "mul": lambda _, given: given["a"] * given["b"],
+    "affine": lambda node, given: given["x"] * node.attrs["scale"] + node.attrs["offset"],
+    "sum": lambda node, given: given["x"].sum(node.attrs["axes"]).reshape(node.out.shape),
+    "reshape": lambda node, given: given["x"].reshape(node.out.shape),
+    "detach": lambda _, given: given["x"],
+    "columns": lambda node, given: given["x"][..., node.attrs["start"] : node.attrs["stop"]],
+    "cat": lambda node, given: torch.cat(many(given, "x"), node.attrs["axis"]),
+    "cast": lambda node, given: given["x"].to(node.out.dtype),
+    "embedding": lambda _, given: F.embedding(given["index"], given["weight"]),
+}
+for _op, _formula in _FORMULAS.items():
+    by_pytorch(_op)(lambda run, node, given, formula=_formula: formula(node, given))
+
+
+@by_pytorch("slice")
+def _slice(run, node, given):
+    a = node.attrs
+    return given["x"].narrow(a["axis"], a["start"], a["stop"] - a["start"]).contiguous()
 
 
 @by_pytorch("act_grad")
@@ -60,26 +81,6 @@ def _layer_norm_grad(run, node, given):
 # --- arithmetic -----------------------------------------------------------------------------------
 
 
-@by_pytorch("add")
-def _add(run, node, given):
-    return given["a"] + given["b"]
-
-
-@by_pytorch("mul")
-def _mul(run, node, given):
-    return given["a"] * given["b"]
-
-
-@by_pytorch("affine")
-def _affine(run, node, given):
-    return given["x"] * node.attrs["scale"] + node.attrs["offset"]
-
-
-@by_pytorch("sum")
-def _sum(run, node, given):
-    return given["x"].sum(node.attrs["axes"]).reshape(node.out.shape)
-
-
 @by_pytorch("arith")
 def _arith(run, node, given):
     a = node.attrs
@@ -100,37 +101,6 @@ def _arith_grad(run, node, given):
 
 
 # --- moving numbers -------------------------------------------------------------------------------
-
-
-@by_pytorch("reshape")
-def _reshape(run, node, given):
-    return given["x"].reshape(node.out.shape)
-
-
-@by_pytorch("detach")
-def _detach(run, node, given):
-    return given["x"]
-
-
-@by_pytorch("columns")
-def _columns(run, node, given):
-    return given["x"][..., node.attrs["start"] : node.attrs["stop"]]
-
-
-@by_pytorch("slice")
-def _slice(run, node, given):
-    a = node.attrs
-    return given["x"].narrow(a["axis"], a["start"], a["stop"] - a["start"]).contiguous()
-
-
-@by_pytorch("cat")
-def _cat(run, node, given):
-    return torch.cat(many(given, "x"), node.attrs["axis"])
-
-
-@by_pytorch("cast")
-def _cast(run, node, given):
-    return given["x"].to(node.out.dtype)
 
 
 @by_pytorch("casts")
@@ -162,11 +132,6 @@ def _layout_grad(run, node, given):
     sizes = [n if step else 1 for n, step in pieces]
     out.as_strided(sizes, [s for _, s in pieces], node.attrs["offset"]).copy_(dy)
     return out
-
-
-@by_pytorch("embedding")
-def _embedding(run, node, given):
-    return F.embedding(given["index"], given["weight"])
 
 
 @by_pytorch("embedding_grad")

@@ -107,11 +107,8 @@ def _few_outputs(f: Fusing, node: Node) -> Value | None:
     if any(r.op not in ("cast", "layout") for r in readers):
         return None  # others want pixels side by side
     wide = f.graph.value(f"{y.name}.wide", (*y.shape[:3], f.few), y.dtype)
-    columns = f.graph.node(
-        "columns", {"x": wide}, {"y": (y.shape, y.dtype)}, node.source, start=0, stop=y.shape[3]
-    )
-    columns.outputs = {"y": y}
-    f.new.setdefault(node, []).append(f.graph.nodes.pop())
+    columns = Node("columns", {"x": wide}, {"y": y}, {"start": 0, "stop": y.shape[3]}, node.source)
+    f.new.setdefault(node, []).append(columns)
     node.outputs = {"y": wide}
     _becomes_fused(node)
     node.attrs["width"] = f.few

@@ -136,8 +136,7 @@ class Fusing:
 
     def insert(self, before: Node, op: str, inputs: dict, outputs: dict, **attrs) -> Node:
         """A new node in front of another."""
-        node = self.graph.node(op, inputs, outputs, before.source, **attrs)
-        self.graph.nodes.pop()
+        node = self.graph.new(op, inputs, outputs, before.source, **attrs)
         self.new.setdefault(before, []).append(node)
         self.take(node)
         return node

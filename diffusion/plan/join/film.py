@@ -53,7 +53,7 @@ def films(
         rows += layer.out.shape[1]
     roles = [f"part{i}" for i in range(len(parts))]
     wide = first.out.dtype
-    weights = graph.node(
+    weights = graph.new(
         "film_weights",
         numbered("weight", [layer.inputs["weight"] for layer in layers])
         | numbered("bias", [layer.inputs["bias"] for layer in layers]),
@@ -70,10 +70,9 @@ def films(
         bias = weights.outputs["bias"] if z is tabulated else None
         given = {"z": z, "weight": weights.outputs[role], "bias": bias}
         shape = {"y": ((z.shape[0], rows), wide)}
-        nodes.append(graph.node("project", given, shape, first.source))
+        nodes.append(graph.new("project", given, shape, first.source))
         made[z] = nodes[-1].out
     for node in nodes:
         node.tf32 = tf32
-        graph.nodes.remove(node)
     other = next((y for z, y in made.items() if z is not tabulated), None)
     return Films(nodes, made[tabulated], other, columns)

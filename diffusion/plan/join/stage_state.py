@@ -61,9 +61,8 @@ class Stages:
         raise PlanError(f"{why or f'{node.op} has no place in a stage'} ({node.source})")
 
     def emit(self, op: str, inputs: dict, outputs: dict, like: Node, **attrs: Any) -> Node:
-        node = self.graph.node(op, inputs, outputs, like.source, **attrs)
+        node = self.graph.new(op, inputs, outputs, like.source, **attrs)
         node.tf32 = self.tf32
-        self.graph.nodes.remove(node)
         self.nodes.append(node)
         return node
 

@@ -70,9 +70,7 @@ def _only_reader(nodes: Sequence[Node], value: Value, node: Node) -> bool:
 
 
 def _node(graph: Graph, op: str, inputs: dict, like: Value, source: str, attrs: dict) -> Node:
-    made = graph.node(op, inputs, {"y": (like.shape, like.dtype)}, source, **attrs)
-    graph.nodes.pop()
-    return made
+    return graph.new(op, inputs, {"y": (like.shape, like.dtype)}, source, **attrs)
 
 
 def _pass_again(graph: Graph, norm: Node, remade) -> Node:

@@ -117,7 +117,7 @@ def step_plan(
     names = {value: name for name, value in graph.parameters.items()} | low
     kept = {*placed, *result, *names, *graph.constants, *graph.inputs}
     names |= _of_parameters(graph, names)
-    graph.check_with([seed, *low])
+    graph.check([seed, *low])
     ahead = [node for node in graph.nodes if node in forward]
     behind = [node for node in graph.nodes if node not in forward]
     write_over(behind, set(placed))
