@@ -55,7 +55,7 @@ class Accelerated(nn.Module):
         parameters = [tensors[name] for name in made.graph.parameters]
         if made.backward is None:
             with torch.no_grad():
-                outputs = _Evaluation(made, inputs, parameters, self._launch).outputs
+                outputs, _ = _evaluate(made, inputs, parameters, self._launch)
         else:
             outputs = _Planned.apply(made, self._launch, len(inputs), *inputs, *parameters)
         return made.traced.assemble(list(outputs))
@@ -139,22 +139,18 @@ def _streams(device: torch.device) -> Streams:
     return Streams(device, others=1)
 
 
-class _Evaluation:
-    """The forward pass of a plan; what its backward pass reads stays in `values`."""
-
-    def __init__(
-        self, made: Plan, inputs: list[Tensor], parameters: list[Tensor], launch: Callable | None
-    ) -> None:
-        graph = made.graph
-        given = [x.detach() for x in (*inputs, *parameters)]
-        starts = [*graph.inputs, *graph.parameters.values()]
-        self.values: dict[Value, Tensor] = dict(zip(starts, given, strict=True))
-        self.values.update(graph.constants)
-        device = next((x.device for x in given), torch.device("cpu"))
-        with torch.autocast(device.type, enabled=False):
-            launch = launch or launcher(device)
-            run_moves(made.schedule.forward, self.values, _streams(device), launch)
-        self.outputs = tuple(self.values[v] for v in graph.outputs)
+def _evaluate(
+    made: Plan, inputs: list[Tensor], parameters: list[Tensor], launch: Callable | None
+) -> tuple[tuple[Tensor, ...], dict[Value, Tensor]]:
+    """What the forward pass of a plan gives, and what its backward pass reads."""
+    graph, given = made.graph, [x.detach() for x in (*inputs, *parameters)]
+    starts = [*graph.inputs, *graph.parameters.values()]
+    values = dict(zip(starts, given, strict=True)) | graph.constants
+    device = next((x.device for x in given), torch.device("cpu"))
+    with torch.autocast(device.type, enabled=False):
+        launch = launch or launcher(device)
+        run_moves(made.schedule.forward, values, _streams(device), launch)
+    return tuple(values[v] for v in graph.outputs), values
 
 
 class _Planned(torch.autograd.Function):
@@ -164,13 +160,13 @@ class _Planned(torch.autograd.Function):
     def forward(
         ctx: Any, made: Plan, launch: Callable | None, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        evaluation = _Evaluation(made, list(tensors[:count]), list(tensors[count:]), launch)
-        ctx.made, ctx.launch, ctx.values = made, launch, evaluation.values
+        outputs, values = _evaluate(made, list(tensors[:count]), list(tensors[count:]), launch)
+        ctx.made, ctx.launch, ctx.values = made, launch, values
         ctx.save_for_backward(*tensors)  # which notices if somebody has written to one
-        results = zip(made.graph.outputs, evaluation.outputs, strict=True)
+        results = zip(made.graph.outputs, outputs, strict=True)
         ctx.mark_non_differentiable(*(y for v, y in results if v not in made.backward.seeds))
         ctx.set_materialize_grads(False)
-        return evaluation.outputs
+        return outputs
 
     @staticmethod
     @once_differentiable

@@ -33,10 +33,7 @@ def _input_grad(f: Fusing, node: Node) -> Value | None:
 
 def _added_dx(f: Fusing, node: Node) -> Value | None:
     """What other consumers of x send to its gradient is added by the pass that makes it"""
-    a, b = node.inputs["a"], node.inputs["b"]
-    if a is b or a.shape != b.shape:
-        return None
-    for dx, other in ((a, b), (b, a)):
+    for dx, other in f.summands(node):
         norm = f.maker(dx, "norm_dx")
         if norm is None or f.reader(dx, "add") is not node:
             continue
@@ -257,10 +254,7 @@ def _down_dx(f: Fusing, node: Node) -> Value | None:
 
 def _added_resampled(f: Fusing, node: Node) -> Value | None:
     """What other consumers send is added by what resamples the gradient"""
-    a, b = node.inputs["a"], node.inputs["b"]
-    if a is b or a.shape != b.shape:
-        return None
-    for dx, other in ((a, b), (b, a)):
+    for dx, other in f.summands(node):
         made = f.maker(dx, "avg_pool_grad", "conv_down_dx")
         if made is None or "add" in made.inputs or f.reader(dx, "add") is not node:
             continue

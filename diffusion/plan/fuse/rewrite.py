@@ -92,6 +92,11 @@ class Fusing:
         alone = len(readers) == 1 and readers[0] is not None
         return readers[0] if alone and readers[0].op in ops else None
 
+    def summands(self, node: Node) -> tuple[tuple[Value, Value], ...]:
+        """What an addition of two tensors of one shape reads, in either order."""
+        a, b = node.inputs["a"], node.inputs["b"]
+        return ((a, b), (b, a)) if a is not b and a.shape == b.shape else ()
+
     def take(self, node: Node, *ended: Node) -> None:
         """Forget nodes whose work `node` does now."""
         for other in ended:
