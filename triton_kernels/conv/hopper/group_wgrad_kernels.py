@@ -15,7 +15,7 @@ from ...hopper.compat import allocate_for_views, sync_threads, tma_load
 from ...hopper.pipeline import new_ring, wait_for
 from ...hopper.roles import launch_roles
 from .row_memory import block_chunks, clear_margins
-from .row_wgrad import load_tile, multiply_tile
+from .row_wgrad import load_tile, multiply_tile, store_taps
 
 
 @gluon.jit
@@ -131,16 +131,14 @@ def _accumulate_rows(
     offs = (R * 3 * 64 + offs_co * 9 * 64)[:, None] + offs_ci[None, :]
     part_ptr = _first_part(part_ptr, 9 * 64 * 64)
     for block in range(first // tiles, (last + tiles - 1) // tiles):
-        acc0 = gl.zeros([64, 64], gl.float32, LAYOUT)
-        acc1 = gl.zeros([64, 64], gl.float32, LAYOUT)
-        acc2 = gl.zeros([64, 64], gl.float32, LAYOUT)
+        accs = ()
+        for _ in gl.static_range(3):
+            accs = accs + (gl.zeros([64, 64], gl.float32, LAYOUT),)
         begin = gl.maximum(first, block * tiles)
         end = gl.minimum(last, block * tiles + tiles)
         for tile in range(begin, end):
-            acc0, acc1, acc2 = multiply_tile(acc0, acc1, acc2, ring, tile - first, R, W, IMAGES)
-        gl.store(part_ptr + offs, acc0)
-        gl.store(part_ptr + offs + 64, acc1)
-        gl.store(part_ptr + offs + 128, acc2)
+            accs = multiply_tile(accs, ring, tile - first, R, W, IMAGES)
+        store_taps(part_ptr + offs, accs, 64, None)
         part_ptr += 9 * 64 * 64
 
 

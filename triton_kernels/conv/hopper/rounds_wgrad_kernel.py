@@ -15,7 +15,7 @@ from ...hopper.pipeline import new_ring
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import block_chunks, clear_margins
-from .row_wgrad import load_tiles, multiply_tile
+from .row_wgrad import load_tiles, multiply_tiles
 
 
 @gluon.jit
@@ -34,37 +34,27 @@ def _load(
 
 
 @gluon.jit
-def _store(to, acc, mask, ADD: gl.constexpr, is_whole):
-    if ADD:
-        if is_whole:
-            acc += gl.load(to, mask=mask)
-    gl.store(to, acc, mask=mask)
-
-
-@gluon.jit
 def _accumulate(
     R: gl.constexpr, to_ptr, stride_co, stride_tap, left_co, left_ci, is_whole, ring, first, last,
     W: gl.constexpr, IMAGES: gl.constexpr, MARGINS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     """The three taps of row R of the filter, of a block of which so many channels are left, or None
     if all are."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    acc0 = gl.zeros([64, 64], gl.float32, LAYOUT)
-    acc1 = gl.zeros([64, 64], gl.float32, LAYOUT)
-    acc2 = gl.zeros([64, 64], gl.float32, LAYOUT)
-    for tile in range(first, last):
-        acc0, acc1, acc2 = multiply_tile(
-            acc0, acc1, acc2, ring, tile - first, R, W, IMAGES, MARGINS
-        )
+    accs = multiply_tiles(ring, first, last, R, W, IMAGES, MARGINS)
+    LAYOUT: gl.constexpr = accs[0].type.layout
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     offs_ci = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     to = to_ptr + (R * 3 * stride_tap + offs_co * stride_co)[:, None] + offs_ci[None, :]
     mask = None
     if left_co is not None:
         mask = (offs_co < left_co)[:, None] & (offs_ci < left_ci)[None, :]
-    _store(to, acc0, mask, ADD, is_whole)
-    _store(to + stride_tap, acc1, mask, ADD, is_whole)
-    _store(to + 2 * stride_tap, acc2, mask, ADD, is_whole)
+    for tap in gl.static_range(3):
+        acc = accs[tap]
+        place = to + tap * stride_tap
+        if ADD:
+            if is_whole:
+                acc += gl.load(place, mask=mask)
+        gl.store(place, acc, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["tiles", "whole"])

@@ -94,12 +94,12 @@ def _place(n, h, w, c, IMAGES: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(
-    acc0, acc1, acc2, ring, block,
+    accs, ring, block,
     R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, MARGINS: gl.constexpr = 1,
 ):  # fmt: skip
     """What the ring's `block`-th tile adds to the three taps of row R of the filter."""
     ROWS: gl.constexpr = 256 // W
-    LAYOUT: gl.constexpr = acc0.type.layout
+    LAYOUT: gl.constexpr = accs[0].type.layout
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     x_bufs, dy_bufs = ring.bufs
     rows = reinterpret(dy_bufs, dy_bufs.dtype, [ring.SLOTS * ROWS, W, 64], MATRIX)
@@ -108,18 +108,42 @@ def multiply_tile(
         dy = rows.index(stage * ROWS + j).permute((1, 0))
         dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
         first_chunk = stage * block_chunks(W, MARGINS)
-        x0 = row_of_tap(x_bufs, first_chunk, j + R, 0, W, IMAGES, MARGINS)
-        x1 = row_of_tap(x_bufs, first_chunk, j + R, 1, W, IMAGES, MARGINS)
-        x2 = row_of_tap(x_bufs, first_chunk, j + R, 2, W, IMAGES, MARGINS)
-        acc0 = warpgroup_mma(dy, x0, acc0, is_async=True)
-        acc1 = warpgroup_mma(dy, x1, acc1, is_async=True)
-        acc2 = warpgroup_mma(dy, x2, acc2, is_async=True)
+        x = ()
+        for s in gl.static_range(3):
+            x = x + (row_of_tap(x_bufs, first_chunk, j + R, s, W, IMAGES, MARGINS),)
+        begun = ()
+        for s in gl.static_range(3):
+            begun = begun + (warpgroup_mma(dy, x[s], accs[s], is_async=True),)
+        accs = begun
         if j > 0:
-            acc0, acc1, acc2 = warpgroup_mma_wait(3, deps=(acc0, acc1, acc2))
-    acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
+            accs = warpgroup_mma_wait(3, deps=accs)
+    accs = warpgroup_mma_wait(0, deps=accs)
     sync_threads()
     ring.release(block)
-    return acc0, acc1, acc2
+    return accs
+
+
+@gluon.jit
+def multiply_tiles(
+    ring, first, last,
+    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, MARGINS: gl.constexpr = 1,
+):  # fmt: skip
+    """The sums of tiles, the ring's first ones, of the three taps of row R of the filter."""
+    K: gl.constexpr = ring.bufs[0].shape[2]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
+    accs = ()
+    for _ in gl.static_range(3):
+        accs = accs + (gl.zeros([64, K], gl.float32, LAYOUT),)
+    for tile in range(first, last):
+        accs = multiply_tile(accs, ring, tile - first, R, W, IMAGES, MARGINS)
+    return accs
+
+
+@gluon.jit
+def store_taps(to, accs, tap, mask):
+    """The three of them, so far from one another."""
+    for s in gl.static_range(3):
+        gl.store(to + s * tap, accs[s], mask=mask)
 
 
 @gluon.jit
@@ -130,27 +154,16 @@ def _accumulate(
     """The three taps of row R of the filter, of a block of which so many channels are left, or None
     if all are."""
     K: gl.constexpr = ring.bufs[0].shape[2]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    acc0 = gl.zeros([64, K], gl.float32, LAYOUT)
-    acc1 = gl.zeros([64, K], gl.float32, LAYOUT)
-    acc2 = gl.zeros([64, K], gl.float32, LAYOUT)
-    for tile in range(first, last):
-        acc0, acc1, acc2 = multiply_tile(
-            acc0, acc1, acc2, ring, tile - first, R, W, IMAGES, MARGINS
-        )
+    accs = multiply_tiles(ring, first, last, R, W, IMAGES, MARGINS)
+    LAYOUT: gl.constexpr = accs[0].type.layout
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
     offs_ci = gl.arange(0, K, layout=gl.SliceLayout(0, LAYOUT))
     if K == 64:
         to = part_ptr + (R * 3 * CI + offs_co * 9 * CI)[:, None] + offs_ci[None, :]
-        if left_ci is None:
-            gl.store(to, acc0)
-            gl.store(to + CI, acc1)
-            gl.store(to + 2 * CI, acc2)
-        else:
+        mask = None
+        if left_ci is not None:
             mask = (offs_co < left_co)[:, None] & (offs_ci < left_ci)[None, :]
-            gl.store(to, acc0, mask=mask)
-            gl.store(to + CI, acc1, mask=mask)
-            gl.store(to + 2 * CI, acc2, mask=mask)
+        store_taps(to, accs, CI, mask)
     else:
         mask = (offs_co < 64)[:, None] & (offs_ci < CI)[None, :]
         if SWAP:
@@ -159,9 +172,7 @@ def _accumulate(
         else:
             to = part_ptr + R * 3 * CI + (offs_co * 9 * CI)[:, None] + offs_ci[None, :]
             tap = CI
-        gl.store(to, acc0, mask=mask)
-        gl.store(to + tap, acc1, mask=mask)
-        gl.store(to + 2 * tap, acc2, mask=mask)
+        store_taps(to, accs, tap, mask)
 
 
 @gluon.jit(do_not_specialize=["tiles"])
