@@ -4,38 +4,19 @@ kernels of `attention`, with other pointers."""
 import math
 
 import torch
-import triton
 from torch import Tensor
 
 from ..registry.choose import select
 from ..registry.spec import AttentionSpec, dtype_name
-from ..runtime.dependent_launch import overlapping
 from ..runtime.device import describe
-from .configs import (
-    CROSS_ATTENTION,
-    CROSS_ATTENTION_GRAD,
-)
-from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
-from .tiles import (
-    BwdConfig,
-    Tile,
-    block_d,
-)
+from . import tile_launch
+from .configs import CROSS_ATTENTION, CROSS_ATTENTION_GRAD
+from .tiles import BwdConfig, Tile
 
 
 def _constants(q: Tensor, kv: Tensor, num_heads: int, allow_tf32: bool) -> dict:
-    """The arguments that every kernel has, by name."""
-    d = q.shape[2] // num_heads
-    return dict(
-        num_heads=num_heads,
-        scale=1 / math.sqrt(d),
-        T=q.shape[1],
-        L=kv.shape[1],
-        D=d,
-        HEADS_QKV=False,
-        PRECISION="tf32" if allow_tf32 else "ieee",
-        BLOCK_D=block_d(d),
-    )
+    t, keys, d = q.shape[1], kv.shape[1], q.shape[2] // num_heads
+    return tile_launch.constants_of(t, keys, d, num_heads, "qkv_heads", allow_tf32)
 
 
 def cross_spec(
@@ -83,19 +64,8 @@ def cross_attention_fwd(
 
         spec = cross_spec(q, kv, mask, num_heads, allow_tf32, grad=False)
         config = select(CROSS_ATTENTION, spec, describe(q.device), run).config
-    attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
-        q,
-        kv,
-        _bytes(mask),
-        o,
-        lse,
-        **_constants(q, kv, num_heads, allow_tf32),
-        BLOCK_M=config.keep,
-        BLOCK_N=config.step,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlapping(q.device, n * t),
-    )
+    constants = _constants(q, kv, num_heads, allow_tf32)
+    tile_launch.forward(q, kv, _bytes(mask), o, lse, constants, config)
     return o, lse
 
 
@@ -124,39 +94,6 @@ def cross_attention_bwd(
 
         spec = cross_spec(q, kv, mask, num_heads, allow_tf32, grad=True)
         config = select(CROSS_ATTENTION_GRAD, spec, describe(q.device), run).config
-    _, keep, step, num_warps, num_stages = config
-    heads, seen = n * num_heads, _bytes(mask)
-    shared = dict(
-        **_constants(q, kv, num_heads, allow_tf32),
-        rows_ptr=None,
-        stride_don=do.stride(0),
-        stride_dot=do.stride(1),
-        stride_doc=do.stride(2),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **overlapping(q.device),
-    )
-    delta = None
-    if config.one_pass:
-        assert keep >= keys, f"one pass over {keys} keys with tiles of {keep}"
-    else:
-        delta = torch.empty((n, num_heads, t), dtype=torch.float32, device=q.device)
-        attention_bwd_dq_kernel[(heads * triton.cdiv(t, keep),)](
-            do, q, kv, seen, o, lse, delta, dq, **shared, BLOCK_M=keep, BLOCK_N=step
-        )
-    attention_bwd_dkdv_kernel[(heads * triton.cdiv(keys, keep),)](
-        do,
-        q,
-        kv,
-        seen,
-        o,
-        lse,
-        delta,
-        dq,
-        dkv,
-        **shared,
-        BLOCK_M=step,
-        BLOCK_N=keep,
-        ONE_PASS=config.one_pass,
-    )
+    constants = _constants(q, kv, num_heads, allow_tf32)
+    tile_launch.backward(do, q, kv, _bytes(mask), o, lse, dq, dkv, None, constants, config)
     return dq, dkv

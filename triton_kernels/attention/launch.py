@@ -1,6 +1,5 @@
 """The two passes of attention: they choose a tile, allocate, and launch."""
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -9,10 +8,9 @@ from torch import Tensor
 
 from ..registry.choose import select
 from ..registry.spec import AttentionSpec, dtype_name
-from ..runtime.dependent_launch import overlapping
 from ..runtime.device import describe
 from . import hopper as head
-from . import relayed, streamed
+from . import relayed, streamed, tile_launch
 from .configs import (
     ATTENTION,
     ATTENTION_GRAD,
@@ -22,27 +20,12 @@ from .configs import (
     RelayedTile,
     StreamedTile,
 )
-from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
-from .tiles import (
-    BwdConfig,
-    Tile,
-    block_d,
-)
+from .tiles import BwdConfig, Tile
 
 
 def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dict:
-    """The arguments that every kernel has, by name."""
-    d = qkv.shape[2] // 3 // num_heads
-    return dict(
-        num_heads=num_heads,
-        scale=1 / math.sqrt(d),
-        T=qkv.shape[1],
-        L=qkv.shape[1],
-        D=d,
-        HEADS_QKV=order == "heads_qkv",
-        PRECISION="tf32" if allow_tf32 else "ieee",
-        BLOCK_D=block_d(d),
-    )
+    t, d = qkv.shape[1], qkv.shape[2] // 3 // num_heads
+    return tile_launch.constants_of(t, t, d, num_heads, order, allow_tf32)
 
 
 def _spec(qkv: Tensor, num_heads: int, allow_tf32: bool, do: Tensor | None = None) -> AttentionSpec:
@@ -89,19 +72,7 @@ def attention_fwd(
     if isinstance(config, StreamedTile):
         streamed.forward_streamed(qkv, o, lse, constants, *config)
         return o, lse
-    attention_fwd_kernel[(n * num_heads * triton.cdiv(t, config.keep),)](
-        qkv,
-        None,
-        None,
-        o,
-        lse,
-        **constants,
-        BLOCK_M=config.keep,
-        BLOCK_N=config.step,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlapping(qkv.device, n * t),
-    )
+    tile_launch.forward(qkv, None, None, o, lse, constants, config)
     return o, lse
 
 
@@ -154,40 +125,6 @@ def attention_bwd_rows(
         rows = None if place is None else place(n * triton.cdiv(t, relayed.KEEP), c3)
         relayed.backward(do, qkv, o, lse, dqkv, rows, constants, *config)
         return dqkv, rows
-    _, keep, step, num_warps, num_stages = config
-    grid = (n * num_heads * triton.cdiv(t, keep),)
-    rows = None if place is None else place(n * triton.cdiv(t, keep), c3)
-    shared = dict(
-        **constants,
-        rows_ptr=rows,
-        stride_don=do.stride(0),
-        stride_dot=do.stride(1),
-        stride_doc=do.stride(2),
-        num_warps=num_warps,
-        num_stages=num_stages,
-        **overlapping(qkv.device),
-    )
-    if config.one_pass:
-        assert keep >= t, f"one pass over {t} positions with tiles of {keep}"
-        delta = None
-    else:
-        delta = torch.empty((n, num_heads, t), dtype=torch.float32, device=qkv.device)
-        attention_bwd_dq_kernel[grid](
-            do, qkv, None, None, o, lse, delta, dqkv, **shared, BLOCK_M=keep, BLOCK_N=step
-        )
-    attention_bwd_dkdv_kernel[grid](
-        do,
-        qkv,
-        None,
-        None,
-        o,
-        lse,
-        delta,
-        dqkv,
-        None,
-        **shared,
-        BLOCK_M=step,
-        BLOCK_N=keep,
-        ONE_PASS=config.one_pass,
-    )
+    rows = None if place is None else place(n * triton.cdiv(t, config.keep), c3)
+    tile_launch.backward(do, qkv, None, None, o, lse, dqkv, None, rows, constants, config)
     return dqkv, rows
