@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks import sweep_norms
 from benchmarks.sweep_configs import OF_ATTENTION, OPS
 from triton_kernels.registry import cost
 from triton_kernels.registry.chips import CHIPS
-from triton_kernels.registry.spec import AttentionSpec, ConvSpec, Spec
+from triton_kernels.registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec
 from triton_kernels.runtime.device import Device
 
 _FEWEST = 6  # times, of several layers, that a kernel's parameters are fitted to
@@ -56,7 +57,9 @@ def read(paths: Sequence[str], former: Device) -> Layers:
             kernel = op.kernel(row["kernel"])
             if kernel is None or kernel.work is None:
                 continue
-            spec = _spec(AttentionSpec if op in OF_ATTENTION.values() else ConvSpec, row["spec"])
+            kind = NormSpec if op in sweep_norms.OPS.values() else ConvSpec
+            kind = AttentionSpec if op in OF_ATTENTION.values() else kind
+            spec = _spec(kind, row["spec"])
             gpu = Device(**row["gpu"]) if "gpu" in row else former
             config = kernel.config(**row["config"])
             key = cost.name(kernel.name, kernel.fitted_by, config)

@@ -1,5 +1,5 @@
-"""Times of every configuration of the fused convolutions and of attention, over layers of models
-that people train.
+"""Times of every configuration of the fused convolutions, of attention and of a plan's norms, over
+layers of models that people train.
 
     python -m benchmarks.sweep_configs [key=value ...]
 
@@ -8,13 +8,17 @@ that people train.
     compiling=100       seconds that they have
     timing=60           seconds after that
     shapes=0            so many of the layers and batches; 0: all
-    passes=forward,input_grad,weight_grad,skip_dx,split,few,attention,attention_grad
-    layers=mixed,wide,pointwise,odd,narrow   of the first three passes: which of `LAYERS`
+    passes=forward,input_grad,weight_grad,skip_dx,split,few,attention,attention_grad,
+           norm_apply,norm_backward,norm_of_sums   (`benchmarks.sweep_norms`)
+           tf32,fp32            weight gradients in these types
+    layers=mixed,small,exact,wide,pointwise,odd,narrow   of forward, both gradients, tf32 and fp32:
+                        which of `LAYERS`
 
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
 with all of its configurations, and lines are written as they are found: a run that its time cuts
 short leaves whole layers. A configuration whose result differs from the first one's has no time.
-`split` and `few` are of evaluations of 1, 4 and 16 images (`benchmarks.cold`).
+`split` and `few` are of evaluations of 1, 4 and 16 images (`benchmarks.cold`). Kernels are timed
+where they can compute a layer, also where nobody has measured that they pay.
 """
 
 import json
@@ -22,14 +26,14 @@ import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import harness, sweep_norms
 from benchmarks.cold import Cold
 from triton_kernels.attention import attention_fwd
 from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD
@@ -57,7 +61,7 @@ from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.search import agree, time_call
-from triton_kernels.registry.spec import AttentionSpec, ConvSpec
+from triton_kernels.registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec
 from triton_kernels.runtime.device import Device, describe
 
 DEFAULTS = {
@@ -67,13 +71,14 @@ DEFAULTS = {
     "timing": 60,
     "shapes": 0,
     "passes": ("forward", "input_grad", "weight_grad", "skip_dx", "split", "few"),
-    "layers": ("mixed", "wide", "pointwise", "odd", "narrow"),
+    "layers": ("mixed", "small", "wide", "pointwise", "odd", "narrow"),
     "part": -1,  # the share of a compiling process
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 OF_FEW = {"split": CONV_SPLIT, "few": CONV_FEW}
 OF_ATTENTION = {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
-OPS |= {"skip_dx": SKIP_DX} | OF_FEW | OF_ATTENTION
+OF_32_BITS = {"tf32": WEIGHT_GRAD, "fp32": WEIGHT_GRAD}
+OPS |= {"skip_dx": SKIP_DX} | OF_FEW | OF_ATTENTION | OF_32_BITS | sweep_norms.OPS
 
 # (rows and columns, channels of x and of y, side of the filter, batches)
 LAYERS = {
@@ -102,6 +107,27 @@ LAYERS = {
         (48, 96, 96, 3, (16,)),  # channels and images that are no powers of two
         (24, 448, 224, 3, (16,)),
         (12, 320, 640, 3, (32,)),
+    ),
+    "small": (  # networks of few channels
+        (64, 16, 16, 3, (32,)),
+        (64, 32, 32, 3, (32,)),
+        (32, 40, 40, 3, (8, 64)),
+        (32, 24, 24, 3, (32,)),
+        (32, 80, 80, 3, (16,)),
+        (16, 80, 40, 3, (64,)),
+        (16, 160, 160, 3, (32,)),
+        (64, 48, 48, 3, (16,)),
+    ),
+    "exact": (  # also products of few rows, and a stem
+        (1, 256, 1024, 1, (8, 64, 128)),
+        (1, 1024, 256, 1, (512,)),
+        (8, 256, 256, 1, (1, 4, 32)),
+        (16, 192, 576, 1, (4, 32)),
+        (8, 256, 256, 3, (8, 64)),
+        (16, 192, 192, 3, (8, 32)),
+        (32, 128, 128, 3, (4, 32)),
+        (64, 64, 64, 3, (8,)),
+        (64, 3, 64, 3, (1, 8)),
     ),
     "wide": (
         (64, 192, 192, 3, (32,)),  # ADM of ImageNet 64
@@ -270,9 +296,7 @@ UNLISTED = {
 MOST_SUMS = 192
 
 
-def specs(
-    passes: Sequence[str], layers: Sequence[str]
-) -> list[tuple[str, ConvSpec | AttentionSpec]]:
+def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, Spec]]:
     """What is timed, in an order that is random and always the same."""
     found = []
     for side, ci, co, r, batches in (layer for name in layers for layer in LAYERS[name]):
@@ -284,6 +308,7 @@ def specs(
             sizes = {"p": side, "q": side, "padding": (r // 2, r // 2)}
             weight = ConvSpec(k=ci, c=co, **given, **of_filters, **sizes)
             named = {"forward": forward, "input_grad": grad, "weight_grad": weight}
+            named |= {dtype: replace(weight, dtype=dtype) for dtype in OF_32_BITS}
             found += [(name, named[name]) for name in passes if name in named]
     for side, c1, c2, co, upsampled, batches in LAYERS_OF_SKIPS if "skip_dx" in passes else ():
         given = {"dtype": "bf16", "h": side, "w": side, "r": 1, "s": 1, "upsampled": upsampled}
@@ -295,6 +320,12 @@ def specs(
                 stats = name == "few"
                 spec = ConvSpec(k=ci, c=co, stats=stats, filters=(co, ci), **given)
                 found += [(name, spec)] if name in passes else []
+    found += [
+        (name, spec)
+        for name in sweep_norms.OPS
+        for spec in sweep_norms.specs(name)
+        if name in passes
+    ]
     for name in OF_ATTENTION:
         grad = name == "attention_grad"
         for n, t, d in LAYERS_OF_ATTENTION if name in passes else ():
@@ -303,10 +334,10 @@ def specs(
     return found
 
 
-def candidates(op: Op, spec: ConvSpec | AttentionSpec, gpu: Device) -> list[tuple[str, tuple]]:
+def candidates(op: Op, spec: Spec, gpu: Device) -> list[tuple[str, tuple]]:
     """Every configuration; of weight gradients each tile in its best number of parts, and some in
     others."""
-    found = [(kernel.name, config) for kernel, config in listed(op, spec, gpu)]
+    found = [(kernel.name, config) for kernel, config in listed(op, spec, gpu, untimed=True)]
     if op in OF_ATTENTION.values():
         tiles = UNLISTED[op.name] + (BWD_CONFIGS if spec.grad else FWD_CONFIGS)
         room = [c for c in tiles if fits(c, spec, gpu) and sums(c, spec) <= MOST_SUMS]
@@ -318,17 +349,18 @@ def candidates(op: Op, spec: ConvSpec | AttentionSpec, gpu: Device) -> list[tupl
     return best + random.Random(spec.n * spec.k).sample(others, min(6, len(others)))
 
 
-def runner(
-    op: Op, spec: ConvSpec | AttentionSpec, device: torch.device
-) -> Callable[[tuple], Tensor]:
+def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor]:
     """What computes it with a configuration, on random numbers."""
     if op in OF_ATTENTION.values():
         return _attention_runner(spec, device)
     if op in OF_FEW.values():
         return Cold(op, spec, device)
+    if isinstance(spec, NormSpec):
+        return sweep_norms.runner(op, spec, device)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(torch.bfloat16)
+        x = torch.randn(shape, device=device)
+        return x if spec.itemsize == 4 else x.to(torch.bfloat16)
 
     if op is SKIP_DX:
         return _skip_runner(spec, drawn, device)
@@ -345,7 +377,8 @@ def runner(
     out = torch.empty((co, spec.r, spec.s, ci), device=device).permute(0, 3, 1, 2)
 
     def weight_grad(c: tuple) -> Tensor:
-        conv_weight_grad(x, dy, out, config=c.tile, splits=c.splits)
+        rounded = spec.dtype != "fp32"
+        conv_weight_grad(x, dy, out, config=c.tile, splits=c.splits, allow_tf32=rounded)
         return out.permute(0, 2, 3, 1)
 
     return weight_grad
@@ -392,9 +425,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _compile(
-    jobs: list[tuple[str, ConvSpec | AttentionSpec]], device: torch.device, settings: dict
-) -> None:
+def _compile(jobs: list[tuple[str, Spec]], device: torch.device, settings: dict) -> None:
     """A process's share: what is compiled alike falls to the same process."""
     end = time.monotonic() + settings["compiling"]
     gpu, part, parts = describe(device), settings["part"], settings["processes"]
@@ -416,8 +447,10 @@ def _compile(
         harness.release_memory()
 
 
-def _sizes(spec: ConvSpec | AttentionSpec) -> tuple[int, int]:
+def _sizes(spec: Spec) -> tuple[int, int]:
     """Of a layer, that kernels are compiled for."""
+    if isinstance(spec, NormSpec):
+        return sum(spec.tiles), spec.c
     return (spec.t, spec.d) if isinstance(spec, AttentionSpec) else (spec.h, spec.r)
 
 
@@ -426,9 +459,7 @@ def _compiled(config: tuple) -> tuple:
     return getattr(config, "tile", config)
 
 
-def _time_all(
-    jobs: list[tuple[str, ConvSpec | AttentionSpec]], device: torch.device, settings: dict
-) -> None:
+def _time_all(jobs: list[tuple[str, Spec]], device: torch.device, settings: dict) -> None:
     start, gpu, lines = time.monotonic(), describe(device), 0
     with Path(settings["out"]).open("w") as out:
         for done, (name, spec) in enumerate(jobs):

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from benchmarks import fit_costs, harness, sweep_configs
+from benchmarks import fit_costs, harness, sweep_configs, sweep_norms
 from triton_kernels.attention.tiles import BwdConfig, Tile
 from triton_kernels.registry import choose, cost
 from triton_kernels.registry.chips import CHIPS
@@ -109,3 +109,17 @@ def test_shares_compile_for_the_chip_that_is_timed(before, monkeypatch):
     harness.run_shares(module, ["passes=few"], 2)
     expected = [sys.executable, *before, module, "passes=few", "processes=2"]
     assert started == [[*expected, f"part={part}"] for part in range(2)]
+
+
+def test_norms_are_timed_beyond_what_is_known_to_pay():
+    """Each kernel of every norm that it can compute, even where `untimed` leaves it out."""
+    names = tuple(sweep_norms.OPS)
+    jobs = sweep_configs.specs(names, ())
+    assert jobs == sweep_configs.specs(names, ()) and {name for name, _ in jobs} == set(names)
+    beyond = set()
+    for name, spec in jobs:
+        op = sweep_configs.OPS[name]
+        for kernel, _ in sweep_configs.candidates(op, spec, HOPPER):
+            assert op.cannot(op.kernel(kernel), spec, HOPPER) is None
+            beyond |= {kernel} if op.why_not(op.kernel(kernel), spec, HOPPER) else set()
+    assert beyond == {"one_launch", "from_partials", "small_batch"}

@@ -1,0 +1,237 @@
+"""Times of one launch and of the several that do the same: what `Op.why_apart` should say.
+
+    python -m benchmarks.sweep_joins [key=value ...]
+
+    out=joins.jsonl     a line for each: what, spec, GPU, way, microseconds
+    processes=16        that compile side by side, first
+    timing=60           seconds after that
+    what=norm,means,upsample
+                        norm: a convolution and the norm behind it, as in an evaluation, in parts
+                        that the norm adds (`split`), with the norm in the epilogue (`conv_norm`,
+                        `conv_norm_grid_sync`), or apart, with each kernel of the norm
+                        means: a convolution and the means of 2x2 pixels, in one launch or apart
+                        upsample: nearest upsampling and a convolution, on the small image, with
+                        filters made anew as in a step (`anew`), with each tile and filters that
+                        are there (`kept`), or apart; and their gradients
+
+Nothing is in the L2 cache.
+"""
+
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from benchmarks import harness
+from triton_kernels.conv.conv_avg_pool import CONV_MEANS, conv_means
+from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
+from triton_kernels.conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
+from triton_kernels.conv.few import conv_few
+from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
+from triton_kernels.conv.fused_spec import forward_spec
+from triton_kernels.conv.plain.split_k import CONV_SPLIT, SplitConv, conv_split
+from triton_kernels.conv.upsampled import (
+    OF_UPSAMPLED,
+    conv_of_upsampled,
+    conv_of_upsampled_input_grad,
+    upsampled_filters,
+    upsampled_spec,
+)
+from triton_kernels.norm.from_partials import NORM_OF_SUMS, norm_of_sums
+from triton_kernels.norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
+from triton_kernels.norm.tables import tensor_partials
+from triton_kernels.registry.choose import listed
+from triton_kernels.registry.search import time_call
+from triton_kernels.registry.spec import ConvSpec, NormSpec
+from triton_kernels.resample.op import gather, spread
+from triton_kernels.runtime.dependent_launch import dependent_launches
+from triton_kernels.runtime.device import Device, describe
+
+DEFAULTS = {
+    "out": "joins.jsonl",
+    "processes": 16,
+    "timing": 60,
+    "what": ("norm", "means", "upsample"),
+    "part": -1,  # the share of a compiling process
+}
+Ways = dict[str, Callable[[], Tensor]]
+_GROUPS, _EPS = 32, 1e-5
+# (rows and columns, channels of x and of y, side of the filter)
+_BEFORE_A_NORM = (
+    (4, 512, 512, 3),
+    (8, 256, 256, 3),
+    (8, 256, 256, 1),
+    (8, 512, 256, 3),
+    (8, 768, 768, 3),
+    (16, 192, 192, 3),
+    (16, 192, 192, 1),
+    (16, 384, 192, 3),
+    (16, 576, 576, 3),
+    (16, 512, 512, 1),
+    (32, 128, 128, 3),
+    (32, 320, 320, 3),
+)
+_BEFORE_MEANS = (
+    (8, 256, 256, 1),
+    (16, 192, 192, 1),
+    (16, 192, 192, 3),
+    (32, 128, 128, 1),
+    (32, 128, 128, 3),
+)
+_UPSAMPLED = (  # of the small image
+    (8, 256, 256),
+    (8, 512, 512),
+    (16, 192, 192),
+    (16, 384, 384),
+    (32, 128, 128),
+    (32, 320, 320),
+)
+
+
+def jobs(what: Sequence[str]) -> list[tuple[str, ConvSpec]]:
+    """What is timed, in an order that is random and always the same."""
+    found = []
+    for side, k, c, r in _BEFORE_A_NORM if "norm" in what else ():
+        size = {"h": side, "w": side, "k": k, "c": c, "r": r, "s": r, "filters": (c, k)}
+        found += [("norm", ConvSpec(n, "bf16", **size)) for n in (1, 4, 8, 16)]
+    for side, k, c in _UPSAMPLED if "upsample" in what else ():
+        size = {"h": side, "w": side, "k": k, "c": c, "filters": (c, k)}
+        found += [("upsample", ConvSpec(n, "bf16", **size)) for n in (4, 16, 32)]
+    for side, k, c, r in _BEFORE_MEANS if "means" in what else ():
+        size = {"h": side, "w": side, "k": k, "c": c, "r": r, "s": r, "filters": (c, k)}
+        found += [("means", ConvSpec(n, "bf16", **size)) for n in (1, 4, 16, 64)]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def ways(what: str, spec: ConvSpec, device: torch.device) -> Ways:
+    """What computes it, by name."""
+    gpu = describe(device)
+    x = _drawn(device, spec.n, spec.h, spec.w, spec.k)
+    shape = spec.c, spec.r, spec.s, spec.k
+    exact = (torch.randn(shape, device=device) / math.sqrt(spec.taps * spec.k)).permute(0, 3, 1, 2)
+    weight = exact.to(torch.bfloat16, memory_format=torch.channels_last)
+    bias = torch.zeros(spec.c, device=device)
+    if what == "upsample":
+        return _upsampling(spec, x, exact, weight, bias, gpu)
+    return (_before_means if what == "means" else _before_a_norm)(x, weight, bias, gpu)
+
+
+def _drawn(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, device=device).to(torch.bfloat16)
+
+
+def _before_a_norm(x: Tensor, weight: Tensor, bias: Tensor, gpu: Device) -> Ways:
+    n, h, w, _ = x.shape
+    c = len(bias)
+    gain = torch.ones(c, device=x.device)
+    norm = _GROUPS, gain, bias, _EPS, "silu"
+    following = NextNorm(gain, bias, _GROUPS, _EPS, "silu", keep=False)
+
+    def apart(config: tuple) -> Tensor:
+        y, partials = conv_few(x, weight, bias, stats=True)
+        return norm_of_sums(y, None, (partials,), (h * w,), *norm, config=config)
+
+    def split() -> Tensor:
+        parts = SplitConv(conv_split(x, weight), (n, h, w, c), x.dtype, bias)
+        return norm_single_cta(parts, None, *norm, keep=False)[0]
+
+    found: Ways = {}
+    of_norm = NormSpec(n, "bf16", h, w, c, groups=_GROUPS, activation="silu", tiles=(1,))
+    for kernel in NORM_OF_SUMS.kernels:
+        config = kernel.configs(of_norm, gpu)[0]
+        found[f"apart {kernel.name}"] = lambda config=config: apart(config)
+    spec = forward_spec(x, weight)
+    single = NORM_SINGLE_CTA.refuse(of_norm, gpu)
+    if CONV_SPLIT.refuse(spec, gpu) is None and single is None:
+        found["split"] = split
+    normed = forward_spec(x, weight, groups=_GROUPS)
+    for kernel, config in dict.fromkeys(listed(CONV_NORM, normed, gpu, untimed=True)):
+        name = " ".join(map(str, ("conv_norm", kernel.name, *config)))
+        found[name] = lambda config=config: conv_norm(x, weight, bias, following, config=config)[2]
+    if CONV_NORM_GRID_SYNC.refuse(normed, gpu) is None:
+        found["conv_norm_grid_sync"] = lambda: conv_norm_grid_sync(x, weight, bias, following)[2]
+    return found
+
+
+def _before_means(x: Tensor, weight: Tensor, bias: Tensor, gpu: Device) -> Ways:
+    def apart() -> Tensor:
+        y, _ = conv_few(x, weight, bias, stats=True)
+        return tensor_partials(gather(y, 0.25))
+
+    found: Ways = {"apart": apart}
+    for kernel, config in listed(CONV_MEANS, forward_spec(x, weight), gpu, untimed=True):
+        name = " ".join(map(str, ("conv_means", kernel.name, *config)))
+        found[name] = lambda config=config: conv_means(x, weight, bias, config=config)[0]
+    return found
+
+
+def _upsampling(
+    spec: ConvSpec, x: Tensor, exact: Tensor, weight: Tensor, bias: Tensor, gpu: Device
+) -> Ways:
+    n, h, w, k = x.shape
+    c = spec.c
+    large, dy = (n, 2 * h, 2 * w, k), _drawn(x.device, n, 2 * h, 2 * w, c)
+    filters = upsampled_filters(exact, k, x.dtype)
+
+    def anew() -> Tensor:
+        return conv_of_upsampled(x, upsampled_filters(exact, k, x.dtype), bias)[0]
+
+    found: Ways = {
+        "apart": lambda: conv_forward(spread(x, large, 1.0), weight, bias, stats=True)[0],
+        "apart_grad": lambda: gather(conv_plain_input_grad(dy, weight), 1.0),
+    }
+    if OF_UPSAMPLED.refuse(upsampled_spec(x, k, 0, c), gpu) is not None:
+        return found
+    found["anew"] = anew
+    for _, tile in dict.fromkeys(listed(OF_UPSAMPLED, upsampled_spec(x, k, 0, c), gpu)):
+        found[f"kept {tile.pixels}"] = lambda t=tile: conv_of_upsampled(x, filters, bias, config=t)[
+            0
+        ]
+        found[f"kept_grad {tile.pixels}"] = lambda t=tile: conv_of_upsampled_input_grad(
+            dy, filters, config=t
+        )
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    settings = harness.parse_settings(arguments, DEFAULTS)
+    for what in settings["what"]:
+        harness.check_choice("what", what, DEFAULTS["what"])
+    device = harness.require_cuda()
+    found = jobs(settings["what"])
+    part, parts = settings["part"], settings["processes"]
+    if part >= 0:
+        for what, spec in found:
+            if crc32(f"{what} {spec}".encode()) % parts == part:
+                for run in ways(what, spec, device).values():
+                    with dependent_launches():
+                        run()
+        return 0
+    if parts:
+        harness.run_shares("benchmarks.sweep_joins", arguments, parts)
+    start, gpu = time.monotonic(), describe(device)
+    with Path(settings["out"]).open("w") as out:
+        for done, (what, spec) in enumerate(found):
+            if time.monotonic() - start > settings["timing"]:
+                print(f"{done} of {len(found)} were timed")
+                break
+            for way, run in ways(what, spec, device).items():
+                with dependent_launches():
+                    run()
+                    us = round(time_call(run), 2)
+                row = {"what": what, "spec": asdict(spec), "gpu": gpu._asdict(), "way": way}
+                print(json.dumps(row | {"us": us}), file=out, flush=True)
+            harness.release_memory()
+    return 0
+
+
+if __name__ == "__main__":
+    harness.run_entry(main)
