@@ -108,6 +108,24 @@ def sum_of_threads(x, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def sums_of_rows(rows, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
+    """The sum of a tile's rows [64, W] over their pixels, and that of squares about the mean of the
+    tile, since a difference of large sums would cancel."""
+    total = sum_of_thread(widen_pairs(rows[0]))
+    for j in gl.static_range(1, COUNT):
+        total += sum_of_thread(widen_pairs(rows[j]))
+    total = sum_of_threads(total, LAYOUT)
+    mean = (total / (COUNT * rows[0].shape[1]))[:, None]
+    for j in gl.static_range(COUNT):
+        d = widen_pairs(rows[j]) - mean
+        if j == 0:
+            second = sum_of_thread(d * d)
+        else:
+            second += sum_of_thread(d * d)
+    return total, sum_of_threads(second, LAYOUT)
+
+
+@gluon.jit
 def _multiply(
     GROUP: gl.constexpr, y_desc, x, filters, extra, beside, stages, turns, vectors, norm,
     partial_ptr, means_ptr, mean_sums_ptr, work, C, ROWS: gl.constexpr, W: gl.constexpr,
@@ -256,22 +274,11 @@ def _multiply(
             at = [n, h0 + 2 * half, 0, c0]
             tma_store(y_desc, at, stages.index(slot))
         if partial_ptr is not None:
-            if not DGRAD:
-                # about the mean of the tile, since a difference of large sums would cancel
-                total = sum_of_thread(widen_pairs(rounded[0]))
-                for j in gl.static_range(1, ROWS):
-                    total += sum_of_thread(widen_pairs(rounded[j]))
-            total = sum_of_threads(total, VECTOR)
-            if not DGRAD:
-                mean = (total / (ROWS * W))[:, None]
-                for j in gl.static_range(ROWS):
-                    d = widen_pairs(rounded[j]) - mean
-                    second_sum = sum_of_thread(d * d)
-                    if j == 0:
-                        second = second_sum
-                    else:
-                        second += second_sum
-            second = sum_of_threads(second, VECTOR)
+            if DGRAD:
+                total = sum_of_threads(total, VECTOR)
+                second = sum_of_threads(second, VECTOR)
+            else:
+                total, second = sums_of_rows(rounded, ROWS, VECTOR)
             gl.store(to, total)
             gl.store(to + C, second)
         if means_ptr is not None:

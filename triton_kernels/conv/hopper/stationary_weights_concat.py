@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load, tma_store
-from ...hopper.pairs import round_pairs, widen_pairs
+from ...hopper.pairs import round_pairs
 from ...hopper.pipeline import new_barriers, new_ring, new_turns
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .epilogue import load_bias
@@ -26,7 +26,7 @@ from .norm_producers import load_row, store_row
 from .norm_rows import Norm, keep_affine, load_affine, new_affine
 from .row_memory import clear_margins, row_of_tap, rows_chunks
 from .stationary_loads import Work
-from .stationary_weights import sum_of_thread
+from .stationary_weights import sums_of_rows
 
 
 @gluon.jit
@@ -150,14 +150,7 @@ def _multiply(
             stage.permute((1, 0)).store(y)
             fence_async_shared()
             tma_store(y_desc, [n, h0 + j, 0, 0], stages.index(GROUP))
-        # about the mean of the tile, since a difference of large sums would cancel
-        total = sum_of_thread(widen_pairs(rounded[0])) + sum_of_thread(widen_pairs(rounded[1]))
-        total = gl.convert_layout(gl.sum(total, axis=1), VECTOR, assert_trivial=True)
-        mean = (total / (2 * W))[:, None]
-        d0 = widen_pairs(rounded[0]) - mean
-        d1 = widen_pairs(rounded[1]) - mean
-        second = sum_of_thread(d0 * d0) + sum_of_thread(d1 * d1)
-        second = gl.convert_layout(gl.sum(second, axis=1), VECTOR, assert_trivial=True)
+        total, second = sums_of_rows(rounded, 2, VECTOR)
         gl.store(to, total)
         gl.store(to + 64, second)
         phase ^= 1
