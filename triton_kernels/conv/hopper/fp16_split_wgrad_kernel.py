@@ -18,6 +18,7 @@ from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_
 from ...hopper.pipeline import new_ring
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import clear_margins, row_from, rows_chunks
+from .row_wgrad import place_in_rows
 
 PIXELS = gl.constexpr(128)  # of a tile
 
@@ -29,21 +30,16 @@ def part_chunks(w):
 
 
 @gluon.jit
-def _place(n, h, c, IMAGES: gl.constexpr):
-    return [n, h, 0, c] if IMAGES == 1 else [h, 0, n, c]
-
-
-@gluon.jit
 def _load_part(
     x_desc, dy_desc, x_bufs, dy_bufs, bar, n, h0, co0, ci0, place,
     W: gl.constexpr, IMAGES: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = PIXELS // W
-    at = _place(n, h0, co0, IMAGES)
+    at = place_in_rows(n, h0, 0, co0, IMAGES)
     tma_load(dy_desc, at, bar, dy_bufs.index(place))
     for j in gl.static_range(ROWS + 2):
         row = row_from(x_bufs, place * part_chunks(W), j, W, IMAGES)
-        tma_load(x_desc, _place(n, h0 + j - 1, ci0, IMAGES), bar, row)
+        tma_load(x_desc, place_in_rows(n, h0 + j - 1, 0, ci0, IMAGES), bar, row)
 
 
 @gluon.jit
@@ -134,26 +130,28 @@ def _accumulate(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     STEP: gl.constexpr = min(W, 32)
     x_bufs, dy_bufs = ring.bufs
-    acc0 = gl.zeros([64, 64], gl.float32, LAYOUT)
-    acc1 = gl.zeros([64, 64], gl.float32, LAYOUT)
-    acc2 = gl.zeros([64, 64], gl.float32, LAYOUT)
+    accs = ()
+    for _ in gl.static_range(3):
+        accs = accs + (gl.zeros([64, 64], gl.float32, LAYOUT),)
     for tile in range(first, last):
         stage = ring.wait(tile - first)
         for k in range(PIXELS // 32):
             dy = _gradients(dy_bufs, stage * PARTS, k, LAYOUT, STEP)
             if PARTS == 2:
                 dy_small = _gradients(dy_bufs, stage * 2 + 1, k, LAYOUT, STEP)
-                acc0 = _add_tap(acc0, dy, dy_small, x_bufs, stage, k, R, 0, W, IMAGES, STEP)
-                acc1 = _add_tap(acc1, dy, dy_small, x_bufs, stage, k, R, 1, W, IMAGES, STEP)
-                acc2 = _add_tap(acc2, dy, dy_small, x_bufs, stage, k, R, 2, W, IMAGES, STEP)
-            else:
-                acc0 = _begin_tap(acc0, dy, x_bufs, stage, k, R, 0, W, IMAGES, STEP)
-                acc1 = _begin_tap(acc1, dy, x_bufs, stage, k, R, 1, W, IMAGES, STEP)
-                acc2 = _begin_tap(acc2, dy, x_bufs, stage, k, R, 2, W, IMAGES, STEP)
+            taps = ()
+            for s in gl.static_range(3):
+                if PARTS == 2:
+                    acc = _add_tap(accs[s], dy, dy_small, x_bufs, stage, k, R, s, W, IMAGES, STEP)
+                else:
+                    acc = _begin_tap(accs[s], dy, x_bufs, stage, k, R, s, W, IMAGES, STEP)
+                taps = taps + (acc,)
+            accs = taps
+            if PARTS == 1:
                 pending: gl.constexpr = 3 * (32 // STEP)  # the 32 pixels before are done
-                acc0, acc1, acc2 = warpgroup_mma_wait(pending, deps=(acc0, acc1, acc2))
+                accs = warpgroup_mma_wait(pending, deps=accs)
         if PARTS == 1:
-            acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
+            accs = warpgroup_mma_wait(0, deps=accs)
         sync_threads()
         ring.release(tile - first)
     offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
@@ -161,9 +159,8 @@ def _accumulate(
     factor = gl.load(dy_factors_ptr + offs_co)[:, None] * gl.load(x_factors_ptr + offs_ci)[None, :]
     to = part_ptr + (R * 3 * CI + offs_co * 9 * CI)[:, None] + offs_ci[None, :]
     dtype: gl.constexpr = part_ptr.dtype.element_ty
-    gl.store(to, (acc0 * factor * factor).to(dtype))
-    gl.store(to + CI, (acc1 * factor * factor).to(dtype))
-    gl.store(to + 2 * CI, (acc2 * factor * factor).to(dtype))
+    for s in gl.static_range(3):
+        gl.store(to + s * CI, (accs[s] * factor * factor).to(dtype))
 
 
 @gluon.jit(do_not_specialize=["tiles"])

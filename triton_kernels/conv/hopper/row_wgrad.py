@@ -71,12 +71,12 @@ def load_tile(
     BESIDE: gl.constexpr = 0 if COLUMNS == 1 else 16
     BYTES: gl.constexpr = (ROWS + 2) * (W + BESIDE) * 2 * x_bufs.shape[2] + 256 * 128
     stage, bar = ring.acquire(block, BYTES)
-    at = _place(n, h0, w0, co0, IMAGES)
+    at = place_in_rows(n, h0, w0, co0, IMAGES)
     tma_load(dy_desc, at, bar, dy_bufs.index(stage))
     first_chunk = stage * block_chunks(W, MARGINS)
     for j in gl.static_range(ROWS + 2):
         row = row_from(x_bufs, first_chunk, j, W, IMAGES, MARGINS)
-        at = _place(n, h0 + j - 1, w0, ci0, IMAGES)
+        at = place_in_rows(n, h0 + j - 1, w0, ci0, IMAGES)
         tma_load(x_desc, at, bar, row)
         if COLUMNS > 1:
             left, right = (
@@ -88,7 +88,7 @@ def load_tile(
 
 
 @gluon.jit
-def _place(n, h, w, c, IMAGES: gl.constexpr):
+def place_in_rows(n, h, w, c, IMAGES: gl.constexpr):
     return [n, h, w, c] if IMAGES == 1 else [h, w, n, c]
 
 
