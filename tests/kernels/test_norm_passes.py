@@ -7,6 +7,7 @@ import torch
 from triton_kernels import reference
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.noise.dropout import Mask
+from triton_kernels.norm import pass_grid
 from triton_kernels.norm import passes as norm_passes
 from triton_kernels.norm import tables as norm_tables
 from triton_kernels.reductions import column_sum, row_sums
@@ -102,6 +103,15 @@ def test_tensor_partials(shape, pixels_of_a_tile, device):
     k = shape[1] * shape[2] // pixels_of_a_tile
     assert got.shape == (shape[0], k, 2, shape[3])
     assert_near("partials", got, partials_of(x, k))
+
+
+@pytest.mark.parametrize(
+    ("pixels", "wanted", "chunks"),
+    [(4096, 16, 16), (1600, 7, 5), (127 * 127, 64, 127), (1009, 16, 1), (4096, 5000, 4096)],
+)
+def test_chunks_are_of_one_size(pixels, wanted, chunks):
+    """Also of images whose pixels few numbers divide."""
+    assert pass_grid.divisor_near(pixels, wanted) == chunks
 
 
 def _check_upsampled(n, h, w, c1, c2, dtype, device):
