@@ -167,18 +167,12 @@ def _skip_dx_pointer_kernel(
             TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
         )  # fmt: skip
     elif x2_ptr is not None:
-        if dz2_ptr is not None:
-            _finish(
-                acc, x2_ptr, None, dz2_ptr, dx2_ptr, None, p, q, r, pixels, inside,
-                n0, h0, w0, offs_c - C1, N, P, Q, C - C1, C - C1, False, False,
-                TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
-            )  # fmt: skip
-        else:
-            _finish(
-                acc, x2_ptr, None, dz_ptr + C1, dx2_ptr, None, p, q, r, pixels, inside,
-                n0, h0, w0, offs_c - C1, N, P, Q, C - C1, CZ, False, False,
-                TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
-            )  # fmt: skip
+        HALVES: tl.constexpr = dz2_ptr is not None
+        _finish(
+            acc, x2_ptr, None, dz2_ptr if HALVES else dz_ptr + C1, dx2_ptr, None, p, q, r,
+            pixels, inside, n0, h0, w0, offs_c - C1, N, P, Q, C - C1, C - C1 if HALVES else CZ,
+            False, False, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
+        )  # fmt: skip
 
 
 def launch(
