@@ -269,7 +269,8 @@ def test_tiles_are_compared_where_they_write(device, monkeypatch):
     """Of the pixels that `corners` leaves as they were, memory that nobody cleared differs."""
     monkeypatch.setattr(search, "time_call", lambda run, best: 1.0)
     small, x2 = randn(1, 2, 2, 28, device=device), randn(1, 4, 4, 20, device=device)
-    norm = (partials_of(small, 1), partials_of(x2, 1)), (4, 16), 4, *torch.randn(2, 48), EPS, "silu"
+    params = 4, *randn(2, 48, device=device), EPS, "silu"
+    norm = (partials_of(small, 1), partials_of(x2, 1)), (4, 16), *params
     with search.search() as found:
         norm_of_sums.norm_of_sums_upsampled(small, x2, *norm, corners=True)
     assert len(found.times) > 1 and not found.rejected
