@@ -19,8 +19,8 @@ def refuse_3x3(
     `ragged`: the last block may have fewer channels."""
     if reason := missing(gpu, spec.itemsize):
         return reason
-    if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
-        return f"it does 3x3 filters of stride 1 and padding 1, not {spec.r}x{spec.s}"
+    if reason := refuse_filters(spec):
+        return reason
     least = 8 if ragged else 64  # rows of what TMA fetches are multiples of 16 bytes
     if odd := [c for c in _channels(spec, narrow) if c % least]:
         return f"{odd[0]} channels are no multiple of {least}"
@@ -28,6 +28,13 @@ def refuse_3x3(
         return reason
     if widths and spec.w not in widths:
         return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
+    return None
+
+
+def refuse_filters(spec: ConvSpec) -> str | None:
+    """Of another size than 3x3, or which are moved otherwise."""
+    if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
+        return f"it does 3x3 filters of stride 1 and padding 1, not {spec.r}x{spec.s}"
     return None
 
 

@@ -35,7 +35,7 @@ from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ..configs import WgradOperands, fewest_of, split_kernel
 from .operands import Operands, filters_in_boxes, norm_of
-from .refusals import refuse_3x3, refuse_rows
+from .refusals import refuse_3x3, refuse_filters, refuse_rows
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -267,10 +267,8 @@ def refuse_wgrad_rows(
 ) -> str | None:
     """Why there are no tiles of rows for a weight gradient, or None. Unless blocks have to be
     `whole`, images are of any size, and blocks of channels too, with zeros beyond their edges."""
-    if reason := missing(gpu, spec.itemsize):
+    if reason := missing(gpu, spec.itemsize) or refuse_filters(spec):
         return reason
-    if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
-        return f"it does 3x3 filters of stride 1 and padding 1, not {spec.r}x{spec.s}"
     if spec.size != (spec.h, spec.w):
         return f"{spec.size} pixels of the result, and {spec.h} x {spec.w} of x"
     channels = [spec.c, spec.k]

@@ -21,6 +21,7 @@ from ..configs import ConvOperands
 from ..plain.tma import transposes_first
 from ..plain.tma_boxes import as_one_row, unaddressable
 from .operands import filters_in_boxes
+from .refusals import refuse_filters
 from .tile_mma import TILES as TILE_MMA
 from .tile_mma import WIDTHS, cut, in_rows
 
@@ -95,10 +96,8 @@ def _refuse_tiles_grad(spec: ConvSpec, gpu: Device) -> str | None:
 
 
 def _refuse_3x3(spec: ConvSpec, gpu: Device, tf32: bool) -> str | None:
-    if reason := missing(gpu, 2 if tf32 else spec.itemsize):
+    if reason := missing(gpu, 2 if tf32 else spec.itemsize) or refuse_filters(spec):
         return reason
-    if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
-        return f"it does 3x3 filters of stride 1 and padding 1, not {spec.r}x{spec.s}"
     if not spec.aligned:
         return "tensors do not begin at multiples of 16 bytes"
     block = 32 if tf32 else 64

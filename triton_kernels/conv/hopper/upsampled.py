@@ -18,9 +18,9 @@ other channels of the large image have their nine taps, in blocks of pixels of o
 rows above and below a pixel are of the other parity and come in one block, its own in another.
 """
 
+from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ...activations import rounded_grad
@@ -84,26 +84,11 @@ def forward(
     rows, images = cut(pixels, h // 2, w // 2)
     boxes = _of_one_kind if others is None else _by_parity
     pair = boxes(a, rows, images), boxes(a, 1, images)
-    whole = (None, None, None) if others is None else (*pair, filters_in_boxes(others))
-    _launch(
-        pixels,
-        (n, h // 2, w // 2, co),
-        y.device,
-        *pair,
-        _summed_in_boxes(summed),
-        *whole,
-        None,
-        _by_parity(y, rows, images),
-        bias,
-        emb,
-        partials,
-        k1,
-        k - k1,
-        k1,
-        k,
-        0 if emb is None else emb.stride(0),
-        0,
-    )
+    whole = () if others is None else (*pair, filters_in_boxes(others))
+    channels = k1, k - k1, k1, k
+    result = _by_parity(y, rows, images)
+    shape = n, h // 2, w // 2, co
+    _launch(pixels, shape, summed, pair, whole, channels, None, result, bias, emb, partials)
 
 
 def input_grad(
@@ -118,49 +103,49 @@ def input_grad(
 ) -> None:
     """dz, the sums over 2x2 pixels of the input gradient, times the activation's derivative where
     there is a norm, and the sums of dz and of dz xhat."""
-    n, h, w, c = dz.shape
-    rows, images = cut(pixels, h, w)
+    rows, images = cut(pixels, *dz.shape[1:3])
     tile = partial(in_rows, rows=rows, images=images)
-    co = dy.shape[3]
+    pair = _by_parity(dy, rows, images), _by_parity(dy, 1, images)
+    channels = dy.shape[3], 0, 0, dy.shape[3]
+    beside = None if x is None else tile(x)
+    slope = rounded_grad(activation, dy.dtype)
     _launch(
-        pixels,
-        (n, h, w, c),
-        dy.device,
-        _by_parity(dy, rows, images),
-        _by_parity(dy, 1, images),
-        _summed_in_boxes(summed),
-        None,
-        None,
-        None,
-        None if x is None else tile(x),
-        tile(dz),
-        table,
-        None,
-        partials,
-        co,
-        0,
-        0,
-        co,
-        0,
-        0 if table is None else table.stride(1),
-        slope=rounded_grad(activation, dy.dtype),
+        pixels, dz.shape, summed, pair, (), channels, beside, tile(dz), table, None, partials, slope
     )
 
 
 def _launch(
     pixels: int,
-    shape: tuple[int, int, int, int],  # of the small image, and channels of the result
-    device: torch.device,
-    *arguments,  # of the kernel, up to the shape
+    shape: Sequence[int],  # of the small image, and channels of the result
+    summed: Tensor,
+    pair: Sequence["TensorDescriptor"],  # what is convolved with them, and its single rows
+    whole: Sequence["TensorDescriptor"],  # other channels: the same two and their filters, or none
+    channels: Sequence[int],  # of both, where those of `whole` begin, of a pixel of the image
+    beside: "TensorDescriptor | None",  # x of an input gradient
+    result: "TensorDescriptor",
+    vectors: Tensor | None,  # the bias, or the table of an input gradient
+    emb: Tensor | None,
+    partials: Tensor | None,
     slope: str | None = None,  # of an input gradient
 ) -> None:
     n, h, w, c = shape
+    device = summed.device
     rows, images = cut(pixels, h, w)
     count = -(-n // images) * (h // rows) * (c // 64) * (4 if slope is None else 1)
     known = describe(device)
     overlap = overlapping(device, 0)
     conv_parity_kernel[(min(count, known.num_sms),)](
-        *arguments,
+        *pair,
+        _summed_in_boxes(summed),
+        *(whole or (None, None, None)),
+        beside,
+        result,
+        vectors,
+        emb,
+        partials,
+        *channels,
+        0 if emb is None else emb.stride(0),
+        0 if slope is None or vectors is None else vectors.stride(1),
         n,
         h,
         c,
