@@ -290,7 +290,10 @@ FORWARD_ROWS = (
         "table and pass of a norm in one launch", ("norm_apply",), _table_and_pass,
         "0.65 % of a step of 32 images, 0.4 of 128"
     ),
-    Row("a convolution that halves the image", ("conv",), _conv_down, "unmeasured", ("step",)),
+    Row(
+        "a convolution that halves the image", ("conv",), _conv_down,
+        "unmeasured; where zeros are behind the image, no padded copy", ("step",),
+    ),
     Row(
         "upsampling in the norm's pass", ("norm",), _norm_of_upsampled,
         "unmeasured", ("step",)

@@ -129,6 +129,6 @@ PREPARING = (
     ),
     Row(
         "sums before upsampling", ("moments",), _moments_of_upsampled,
-        "0.2 % of a pass of 32 images",
+        "0.2 % of a pass of 32 images; upsampling in the norm's pass needs it",
     ),
 )  # fmt: skip
