@@ -19,6 +19,9 @@ from triton_kernels.norm import (
     from_partials as norm_of_sums,
 )
 from triton_kernels.norm import (
+    passes as norm_passes,
+)
+from triton_kernels.norm import (
     single_cta as norm_single_cta,
 )
 from triton_kernels.norm import (
@@ -45,6 +48,7 @@ MODULES = (
     split_k_sum,
     norm_small_batch,
     norm_of_sums,
+    norm_passes,
     norm_tables,
     norm_single_cta,
     qkv_attention,

@@ -456,17 +456,21 @@ def test_pixels_read_before_the_table(config, shape, device):
     x1, x2 = (randn(n, h, w, c, dtype=torch.bfloat16, device=device) for c in (c1, c2))
     weight, bias = torch.randn(2, c1 + c2, device=device)
 
-    def run(x, early, apply):
+    def run(early, x, apply, config):
         x, y = x + 1, x2 + 1  # newest
         partials = (partials_of(x, 1), partials_of(y, 1))
         pixels = (x.shape[1] * x.shape[2], h * w)
         table = norm_tables.norm_table(partials, pixels, 4, weight, bias, EPS)
         return apply(x, y, table, "silu", early=early, config=config)
 
-    for x, apply in ((x1, norm_passes.apply), (small, norm_passes.apply_upsampled)):
-        want = run(x, False, apply)
+    of_blocks = (pass_grid.channel_block(c1, c2), *config)
+    for given in (
+        (x1, norm_passes.apply, config),
+        (small, norm_passes.apply_upsampled, of_blocks),
+    ):
+        want = run(False, *given)
         with dependent_launches():
-            got = run(x, True, apply)
+            got = run(True, *given)
         torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 

@@ -11,6 +11,7 @@ from triton_kernels.conv.plain.split_k import SplitConv
 from triton_kernels.norm import (
     from_partials as norm_of_sums,
 )
+from triton_kernels.norm import passes as norm_passes
 from triton_kernels.norm import (
     single_cta as norm_single_cta,
 )
@@ -212,7 +213,7 @@ def test_norm_of_sums(case, ks, dtype, film, few, device, monkeypatch):
 @pytest.mark.parametrize(("case", "ks"), SUMS.values(), ids=SUMS)
 def test_programs_of_several_tiles(case, ks, config, device, monkeypatch):
     """Smaller ones, of which an image has as many as a large image of large ones."""
-    monkeypatch.setattr(norm_of_sums, "_PROGRAMS", 0)
+    monkeypatch.setattr(norm_passes, "_PROGRAMS", 0)
     x1, x2, groups, weight, bias, _ = norm_inputs(case, torch.float32, device, offset=30.0)
     halves = [x1] if x2 is None else [x1, x2]
     partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=False))

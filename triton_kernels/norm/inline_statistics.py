@@ -27,11 +27,17 @@ from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
-from .from_partials import SumsConfig, launch_from_partials
 from .inline_statistics_kernels import norm_dx_inline_kernel
 from .pass_grid import channel_block
-from .passes import MIN_TILE, apply, apply_upsampled, cut, norm_dx
-from .tables import check_partials_of, covering_groups, norm_grad_table, norm_table, tiles_at_a_time
+from .passes import MIN_TILE, apply, apply_upsampled, cut, launch_apply, norm_dx
+from .tables import (
+    Statistics,
+    check_partials_of,
+    covering_groups,
+    norm_grad_table,
+    norm_table,
+    tiles_at_a_time,
+)
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -116,15 +122,15 @@ def norm_apply(
     check_nhwc("x1", x1)
     n, h, w, c1 = x1.shape
     c2 = check_second(x2, n, h, w)
-    for part, count, width in zip(partials, pixels, (c1, c2), strict=False):
-        check_partials_of(part, count, n, width)
+    norm = Statistics(partials, pixels, num_groups, weight, bias, eps, scale, shift)
+    norm.check(n, c1, c2)
     c = c1 + c2
     table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     block_c = channel_block(c1, c2)
-    launch_from_partials(
-        x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, scale, shift,
-        a, SumsConfig(block_c, *config), overlapping(x1.device, n * h * w), table=table, tf32=tf32,
+    launch_apply(
+        x1, x2, a, activation, (block_c, *config), overlapping(x1.device, n * h * w),
+        norm=norm, table=table, tf32=tf32,
         wanted=describe(x1.device).busy, least_tile=MIN_TILE,
     )  # fmt: skip
     return a, table

@@ -8,6 +8,7 @@ never exists in memory: a program reads one half, and norm_dx writes the halves 
 """
 
 import torch
+import triton
 from torch import Tensor
 
 from ..activations import check_activation
@@ -18,18 +19,20 @@ from ..registry.kernel import Kernel, Op
 from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
-from ..runtime.layout import check_nhwc, check_second, check_shape
-from .pass_grid import PassConfig, PassGrid, cut_pass
-from .pass_kernels import norm_apply_kernel, norm_dx_kernel
+from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
+from .apply_kernel import norm_apply_kernel
+from .pass_grid import PassConfig, PassGrid, channel_block, cut_pass
+from .pass_kernels import norm_dx_kernel
+from .tables import Statistics, covering_groups
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 # Sixteen to 32 elements a thread: two or more 16-byte loads in flight, few registers. The first of
 # each list is taken unless another was measured to be faster.
 APPLY_CONFIGS = [
-    PassConfig(4096, 2, 4),
-    PassConfig(2048, 2, 4),
     PassConfig(4096, 1, 4),
+    PassConfig(2048, 2, 4),
+    PassConfig(4096, 2, 4),
     PassConfig(2048, 4, 4),
     PassConfig(2048, 1, 4),
     PassConfig(4096, 4, 4),
@@ -64,6 +67,8 @@ _UPSAMPLED_DX_CONFIGS = [
 ]
 
 _MIN_PIXELS = 4  # what norm_dx makes one of with upsample1
+_PROGRAMS = 2  # a multiprocessor, that make sums of their own: with fewer, each has fewer tiles
+_OF_TABLE = (1024, 1, 4)  # `apply_upsampled`: four pixels are written for each that is read
 MIN_TILE = 1024  # eight elements a thread
 
 
@@ -118,8 +123,15 @@ def apply(
             return apply(x1, x2, table, activation, tf32=tf32, config=c)
 
         config = select(APPLY, spec, describe(x1.device), run).config
+    assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
-    _launch_apply(x1, x2, table, a, None, activation, mask, early, tf32, config)
+    overlap = overlapping(x1.device, 0)  # of any size, see `early`
+    if a.numel():
+        launch_apply(
+            x1, x2, a, activation, (channel_block(c1, c2), *config), overlap, table=table,
+            mask=mask, early=early and bool(overlap), tf32=tf32,
+            wanted=describe(x1.device).busy, least_tile=MIN_TILE,
+        )  # fmt: skip
     return a
 
 
@@ -133,7 +145,7 @@ def apply_upsampled(
     keep: bool = True,
     early: bool = False,
     tf32: bool = False,
-    config: PassConfig | None = None,  # None: _EARLY_CONFIG
+    config: tuple[int, int, int, int] | None = None,  # as of `launch_apply`
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; [N, H, W, C1], both in the dtype of x1
     """act(norm(x)) of x = upsample(x1) beside x2, where every pixel of x1 becomes a 2x2 block; and
     upsample(x1), to `keep` it for its other readers. `early` as in `apply`. With `corners` only the
@@ -147,42 +159,79 @@ def apply_upsampled(
     check_shape("table", table, n, 4, c1 + c2)
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
     large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if keep else None
-    config = _EARLY_CONFIG if config is None else config
-    _launch_apply(x1, x2, table, a, large, activation, None, early, tf32, config, corners)
+    if n:
+        config = (channel_block(c1, c2), *_OF_TABLE) if config is None else config
+        overlap = overlapping(x1.device, 0)  # of any size, see `early`
+        options = {"up": True, "corners": corners, "early": early and bool(overlap), "tf32": tf32}
+        launch_apply(x1, x2, a, activation, config, overlap, table=table, large=large, **options)
     return a, large
 
 
-def _launch_apply(
+def launch_apply(
     x1: Tensor,
     x2: Tensor | None,
-    table: Tensor,
-    a: Tensor,
-    large: Tensor | None,
+    a: Tensor,  # [N, H, W, C1 + C2], out
     activation: str,
-    mask: Mask | None,
-    early: bool,
-    tf32: bool,
-    config: PassConfig,
+    config: tuple[int, int, int, int],  # BLOCK_C, elements of a tile, tiles, warps
+    overlap: dict[str, bool],  # of `overlapping`
+    *,
+    norm: Statistics | None = None,  # None: the table is given
+    table: Tensor | None = None,  # float32 [N, 4, C1 + C2], as of `norm_table`
+    large: Tensor | None = None,  # [N, H, W, C1], out: x1 upsampled
+    mask: Mask | None = None,
+    up: bool = False,
     corners: bool = False,
+    early: bool = False,
+    tf32: bool = False,
+    wanted: int | None = None,  # programs; where there are fewer, each has less to do
+    least_tile: int | None = None,  # elements, then
 ) -> None:
+    """a = act(norm(x)) of x1, which may be upsampled, beside x2."""
     n, h, w, c = a.shape
-    c1 = x1.shape[3]
-    grid = cut(n, h * w, c1, c - c1, config, describe(x1.device))
-    assert mask is None or (c1 % 4 == c % 4 == 0), "four channels to a draw"
-    overlap = overlapping(x1.device, 0)  # of any size, see `early`
-    masked, *tile = grid.tile
-    shape = (h * w, w, c1, c - c1, grid.k, grid.cb1, grid.cb, *mask_arguments(mask))
-    options = (
-        activation,
-        masked,
-        early and bool(overlap) and mask is None,
-        x1.shape[1] < h,
-        corners,
-        *tile,
-    )
-    norm_apply_kernel[(grid.programs,)](
-        x1, x2, table, a, large, *shape, *options, tf32, num_warps=config.num_warps, **overlap
-    )
+    _, small_h, small_w, c1 = x1.shape
+    c2 = c - c1
+    norm = norm or Statistics((None,), (0,), 1, None, None, 0.0)
+    film, ks, cg = (norm.scale, norm.shift), norm.tiles, c // norm.num_groups
+    halves = ((small_h * small_w, c1), (h * w if c2 else 0, c2))
+    wanted = wanted or _PROGRAMS * describe(x1.device).num_sms
+    programs, blocks, masked, tile = _cut(n, halves, config, wanted, least_tile)
+    norm_apply_kernel[(programs,)](
+        x1, x2, *norm.both, norm.weight, norm.bias, *film, a, large, table, *map(row_stride, film),
+        norm.pixels[0], norm.pixels[-1], h * w, c1, c2, *blocks, norm.eps, *mask_arguments(mask),
+        activation, small_w if up else None, corners, early, *ks, cg, masked, *tile,
+        *covering_groups(tile[-1], c1 if c2 else 0, cg), triton.next_power_of_2(max(ks)), tf32,
+        h * w * c >= 2**31, num_warps=config[3], **overlap,
+    )  # fmt: skip
+
+
+def _cut(
+    n: int,
+    halves: tuple[tuple[int, int], ...],
+    config: tuple[int, int, int, int],
+    wanted: int,
+    least_tile: int | None,
+) -> tuple[int, tuple[int, int, int, int], bool, tuple[int, int, int]]:
+    """How many programs; blocks of pixels and of channels, of both halves; whether some tiles reach
+    over an edge; TILES, BLOCK_P and BLOCK_C. Halves are (pixels, channels), `wanted` programs."""
+    most_c, tile, tiles, _ = config
+    present = [half for half in halves if half[1]]
+    block_c = min(most_c, triton.next_power_of_2(max(c for _, c in present)))
+    least = min(p for p, _ in present)
+    block_p = min(max(tile // block_c, 1), triton.next_power_of_2(least))
+
+    def cut() -> list[tuple[int, int]]:
+        return [(triton.cdiv(p, tiles * block_p), triton.cdiv(c, block_c)) for p, c in halves]
+
+    def programs() -> int:
+        return n * sum(pb * cb for pb, cb in cut())
+
+    while tiles > 1 and programs() < wanted:
+        tiles //= 2
+    while least_tile and block_p * block_c > least_tile and programs() < wanted:
+        block_p //= 2
+    masked = any(p % block_p or c % block_c for p, c in present)
+    (pb1, cb1), (pb2, cb2) = cut()
+    return programs(), (pb1, pb2, cb1, cb2), masked, (tiles, block_p, block_c)
 
 
 def norm_dx(

@@ -24,6 +24,7 @@ from ..runtime.layout import row_stride
 from .coefficients import modulate, parameters
 from .single_cta_kernels import sum_of_lanes
 from .statistics import add_pairs
+from .tables import Statistics
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -179,36 +180,28 @@ def _refuse(spec: NormSpec, gpu: Device) -> str | None:
 def norm_small_batch(
     x1: Tensor,  # [N, H, W, C1]; with `up` [N, H / 2, W / 2, C1]
     x2: Tensor | None,  # [N, H, W, C2]
-    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
-    pixels: tuple[int, ...],  # H W of the image that each describes
-    num_groups: int,
-    weight: Tensor | None,  # [C1 + C2]
-    bias: Tensor | None,  # [C1 + C2]
-    eps: float,
+    norm: Statistics,
     activation: str,
-    scale: Tensor | None,  # [N, C1 + C2], rows may be strided
-    shift: Tensor | None,  # [N, C1 + C2]
-    up: bool = False,
+    up: bool,
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2]; x1, or with `up` it upsampled
-    """As `norm_of_sums`, or `norm_of_sums_upsampled`, whose arguments these are."""
+    """As `norm_of_sums`, or `norm_of_sums_upsampled`."""
     n, h, w, c1 = x1.shape
     h, w = (2 * h, 2 * w) if up else (h, w)
     c2 = 0 if x2 is None else x2.shape[3]
-    c, cg = c1 + c2, (c1 + c2) // num_groups
+    groups, ks = norm.num_groups, norm.tiles
+    c, cg = c1 + c2, (c1 + c2) // groups
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
     large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if up else None
     result = a, x1 if large is None else large
     if n == 0:
         return result
-    first, second = partials[0], partials[1] if x2 is not None else None
-    ks = first.shape[1], 1 if second is None else second.shape[1]
-    block_g, block_j, block_p = _tile(n, h * w, num_groups, cg, sum(ks), describe(x1.device))
-    blocks = triton.cdiv(h * w, block_p), triton.cdiv(num_groups, block_g)
-    film = (scale, shift)
+    block_g, block_j, block_p = _tile(n, h * w, groups, cg, sum(ks), describe(x1.device))
+    blocks = triton.cdiv(h * w, block_p), triton.cdiv(groups, block_g)
+    film = (norm.scale, norm.shift)
     _norm_small_batch_kernel[(n * blocks[0] * blocks[1],)](
-        x1, x2, large, first, second, weight, bias, *film, a, *map(row_stride, film),
-        pixels[0], pixels[-1], h * w, c1, c2, *blocks, eps, activation, w if up else None, *ks, cg,
-        block_p, block_g, block_j, *map(triton.next_power_of_2, ks),
+        x1, x2, large, *norm.both, norm.weight, norm.bias, *film, a, *map(row_stride, film),
+        norm.pixels[0], norm.pixels[-1], h * w, c1, c2, *blocks, norm.eps, activation,
+        w if up else None, *ks, cg, block_p, block_g, block_j, *map(triton.next_power_of_2, ks),
         num_warps=_NUM_WARPS, **overlapping(x1.device),
     )  # fmt: skip
     return result

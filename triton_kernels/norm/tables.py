@@ -52,6 +52,34 @@ _PARTIAL_PIXELS = 256  # of a tile of tensor_partials, about
 _MIN_PARTIAL_PIXELS = 32
 
 
+class Statistics(NamedTuple):
+    """Where a norm has mean, rstd, gain and offset from, by the arguments of `norm_table`."""
+
+    partials: tuple[Tensor, ...]  # of one or two tensors: float32 [N, K, 2, C1], [N, K2, 2, C2]
+    pixels: tuple[int, ...]  # H W of the image that each describes
+    num_groups: int
+    weight: Tensor | None  # [C1 + C2]
+    bias: Tensor | None  # [C1 + C2]
+    eps: float
+    scale: Tensor | None = None  # [N, C1 + C2], rows may be strided
+    shift: Tensor | None = None  # [N, C1 + C2]
+
+    @property
+    def both(self) -> tuple[Tensor, Tensor | None]:
+        """The partials of either half."""
+        return (*self.partials, None)[:2]
+
+    @property
+    def tiles(self) -> list[int]:
+        """Of an image of either half; 1 where there is none."""
+        return [1 if part is None else part.shape[1] for part in self.both]
+
+    def check(self, n: int, *channels: int) -> None:
+        """Raise unless these are of n images of so many channels in either half."""
+        for part, count, c in zip(self.partials, self.pixels, channels, strict=False):
+            check_partials_of(part, count, n, c)
+
+
 class _Lanes(NamedTuple):
     """How the groups of a sample are dealt to programs, and the tiles of an image to rounds."""
 

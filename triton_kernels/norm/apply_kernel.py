@@ -1,25 +1,27 @@
-"""The kernel of `norm_of_sums`: mean and variance from partial sums, and act(norm(x)) by them.
+"""The kernel of `apply` and of `norm_of_sums`: act(norm(x)), where mean, rstd, gain and offset come
+from a table, or mean and variance from partial sums.
 
-A program has one block of channels of one image and of one of the two halves, and many pixels of
-it: the sums of an image are read by few programs. It asks for its first tile of pixels and for all
-sums at once, and for each further tile before it works on the one in front.
+A program has one block of channels of one image and of one of the two halves. It asks for its
+first tile of pixels and for the table, or for all sums, at once, and for each further tile before
+it works on the one in front.
 """
 
 import triton
 import triton.language as tl
 
 from ..activations import activate_affine
+from ..noise.dropout import kept
 from ..runtime.dependent_launch import await_inputs
 from ..tf32 import as_operand
-from .coefficients import modulate, parameters, store_table
+from .coefficients import load_table, modulate, parameters, store_table
 from .statistics import group_moments
 
 
-@triton.jit(do_not_specialize=["PB1", "PB2", "CB1", "CB2"])
-def norm_from_partials_kernel(
+@triton.jit(do_not_specialize=["PB1", "PB2", "CB1", "CB2", "first", "stream"])
+def norm_apply_kernel(
     x1_ptr,  # [N, HW, C1]; with a small W [N, HW / 4, C1], to be upsampled
     x2_ptr,  # [N, HW, C2] or None
-    partial1_ptr,  # float32 [N, K1, 2, C1]
+    partial1_ptr,  # float32 [N, K1, 2, C1]; or None: the table is read, not made
     partial2_ptr,  # float32 [N, K2, 2, C2] or None
     weight_ptr,
     bias_ptr,
@@ -27,7 +29,7 @@ def norm_from_partials_kernel(
     shift_ptr,
     a_ptr,  # [N, HW, C1 + C2], out
     large_ptr,  # [N, HW, C1], out: x1, upsampled; or None
-    table_ptr,  # float32 [N, 4, C1 + C2], out; or None
+    table_ptr,  # float32 [N, 4, C1 + C2], or None: nobody wants it
     stride_scale,
     stride_shift,
     pixels1,  # that the partials describe
@@ -40,9 +42,14 @@ def norm_from_partials_kernel(
     CB1,  # blocks of its channels
     CB2,
     eps,
+    rng_ptr,  # int64 [2] or None: no dropout
+    first,
+    stream,
+    drop,  # probability
     ACT: tl.constexpr,
     SMALL_W: tl.constexpr,  # of x1, if it is upsampled; or None
     CORNERS: tl.constexpr,  # then only one pixel of 2x2 is written to a
+    EARLY: tl.constexpr,  # x1 and x2 are older than the launch in front, which makes the table
     K1: tl.constexpr,
     K2: tl.constexpr,
     CG: tl.constexpr,
@@ -54,6 +61,7 @@ def norm_from_partials_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TF32: tl.constexpr,  # products in TF32 read what is written to a
+    LARGE: tl.constexpr,  # an image has 2^31 elements or more
 ):
     # last pixels first: L2 has those of x1 from its maker
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -75,42 +83,54 @@ def norm_from_partials_kernel(
     offs_c = border + offs_h
     p0 = pid // CB * (TILES * BLOCK_P)
     x_ptrs = x_ptr + n * pixels * CH + offs_h
-    g, b = parameters(weight_ptr, bias_ptr, offs_c, mask_c)
-    await_inputs()
-    x = _load_tile(x_ptrs, p0, pixels, CH, mask_c, MASKED, BLOCK_P)
-    g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
-    # or ptxas, which spares registers, asks for all this when the sums have come
-    tl.debug_barrier()
+    if partial1_ptr is None:
+        if EARLY:
+            x = _load_tile(x_ptrs, p0, pixels, CH, mask_c, MASKED, BLOCK_P, LARGE)
+        await_inputs()
+        if not EARLY:
+            x = _load_tile(x_ptrs, p0, pixels, CH, mask_c, MASKED, BLOCK_P, LARGE)
+        mean, rstd, g, b = load_table(table_ptr + n * 4 * C + offs_c, C, mask_c)
+        slope = rstd * g
+    else:
+        g, b = parameters(weight_ptr, bias_ptr, offs_c, mask_c)
+        await_inputs()
+        x = _load_tile(x_ptrs, p0, pixels, CH, mask_c, MASKED, BLOCK_P, LARGE)
+        g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
+        # or ptxas, which spares registers, asks for all this when the sums have come
+        tl.debug_barrier()
 
-    first_group = (border + pid % CB * BLOCK_C) // CG
-    mean, var = group_moments(
-        partial1_ptr, partial2_ptr, pixels1, pixels2, n, first_group, C1, C2,
-        K1, K2, CG, BLOCK_G, BLOCK_J, BLOCK_K,
-    )  # fmt: skip
-    group = offs_c // CG - first_group
-    mean = tl.gather(mean, group, 0)
-    rstd = tl.gather(1.0 / tl.sqrt(var + eps), group, 0)
-    slope = g * rstd
-    if table_ptr is not None:
-        if p0 == 0:
-            store_table(table_ptr + n * 4 * C + offs_c, C, mean, rstd, g, b, mask_c)
+        first_group = (border + pid % CB * BLOCK_C) // CG
+        mean, var = group_moments(
+            partial1_ptr, partial2_ptr, pixels1, pixels2, n, first_group, C1, C2,
+            K1, K2, CG, BLOCK_G, BLOCK_J, BLOCK_K,
+        )  # fmt: skip
+        group = offs_c // CG - first_group
+        mean = tl.gather(mean, group, 0)
+        rstd = tl.gather(1.0 / tl.sqrt(var + eps), group, 0)
+        slope = g * rstd
+        if table_ptr is not None:
+            if p0 == 0:
+                store_table(table_ptr + n * 4 * C + offs_c, C, mean, rstd, g, b, mask_c)
 
+    c0 = border + pid % CB * BLOCK_C
     a_ptrs = a_ptr + n * HW * C + offs_c
     large_ptrs = None
     if large_ptr is not None:
         large_ptrs = large_ptr + n * HW * C1 + offs_h
     if TILES > 1:
         for _ in range(1, tl.minimum(tl.cdiv(pixels - p0, BLOCK_P), TILES)):
-            following = _load_tile(x_ptrs, p0 + BLOCK_P, pixels, CH, mask_c, MASKED, BLOCK_P)
+            following = _load_tile(x_ptrs, p0 + BLOCK_P, pixels, CH, mask_c, MASKED, BLOCK_P, LARGE)
             _store_tile(
                 x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
-                ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, TF32,
+                rng_ptr, first + n, c0, stream, drop,
+                ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, BLOCK_C, TF32, LARGE,
             )  # fmt: skip
             x = following
             p0 += BLOCK_P
     _store_tile(
         x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
-        ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, TF32,
+        rng_ptr, first + n, c0, stream, drop,
+        ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, BLOCK_C, TF32, LARGE,
     )  # fmt: skip
 
 
@@ -123,10 +143,13 @@ def _load_tile(
     mask_c,
     MASKED: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    LARGE: tl.constexpr,
 ):
     """The tile of an image that begins with pixel p0, past the cache of the multiprocessor: nobody
     reads it again."""
     offs_p = p0 + tl.arange(0, BLOCK_P)
+    if LARGE:
+        offs_p = offs_p.to(tl.int64)
     mask = (offs_p < pixels)[:, None] & mask_c[None, :] if MASKED else None
     return tl.load(x_ptrs[None, :] + offs_p[:, None] * stride, mask=mask, cache_modifier=".cg")
 
@@ -145,19 +168,31 @@ def _store_tile(
     b,
     mask_c,
     second,
+    rng_ptr,  # or None
+    sample,
+    c0,
+    stream,
+    drop,
     ACT: tl.constexpr,
     SMALL_W: tl.constexpr,
     CORNERS: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     TF32: tl.constexpr,
+    LARGE: tl.constexpr,
 ):
-    """act(norm(x)) of the tile."""
+    """act(norm(x)) of the tile, and dropout."""
     offs_p = p0 + tl.arange(0, BLOCK_P)
+    if LARGE:
+        offs_p = offs_p.to(tl.int64)
     mask = (offs_p < pixels)[:, None] & mask_c[None, :] if MASKED else None
     # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
     a = x.to(tl.float32) - mean[None, :]
     a = activate_affine(a, slope[None, :], b[None, :], ACT)
+    if rng_ptr is not None:
+        quad = (offs_p[:, None] * C + c0) // 4 + tl.arange(0, BLOCK_C // 4)[None, :]
+        a = tl.where(kept(rng_ptr, sample, quad, stream, drop), a * (1.0 / (1.0 - drop)), 0.0)
     a = as_operand(a, a_ptrs.dtype.element_ty, TF32)
     if SMALL_W is None:
         tl.store(a_ptrs[None, :] + offs_p[:, None] * C, a, mask=mask)
