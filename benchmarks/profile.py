@@ -68,7 +68,7 @@ _BY_KERNEL = (
     ("conv fwd", r"fprop|conv_(pointer_)?forward"),
     (
         "norm",
-        r"group_?norm|^norm_|^_segment_sums|^_activation_grad|^_skip_dx"
+        r"group_?norm|^_?norm_|^_segment_sums|^_skip_dx"
         r"|^_sum_parts_|^_join_kernel|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
     ),
     ("resample", r"^_(gather|spread)_kernel|^_?resample|pool|upsample|interpolate"),

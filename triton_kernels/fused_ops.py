@@ -56,12 +56,12 @@ from .conv1d.conv1d import conv_stage, head, project
 from .embedding.begin_step import begin_step
 from .embedding.linear_grads import linear_grads
 from .embedding.sinusoids import sinusoids
-from .norm.activation_grad import activation_grad
 from .norm.from_partials import SMALL_NORM, norm_of_sums, norm_of_sums_upsampled
 from .norm.inline_statistics import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
 from .norm.passes import apply, apply_upsampled, norm_dx
 from .norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
-from .norm.tables import norm_grad_table, norm_table, tensor_partials
+from .norm.sums import activation_grad, tensor_partials
+from .norm.tables import norm_grad_table, norm_table
 from .reductions.column_sum import column_rows
 from .reductions.row_sums import RowSums, bias_grad
 from .resample.op import gather, spread, spread_add

@@ -22,7 +22,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("_group_norm_single_program_bwd_kernel", "_GroupNormBackward", "norm"),
         ("_skip_dx_kernel", "_PlannedBackward", "norm"),
         ("norm_apply_kernel", "_Planned", "norm"),
-        ("_activation_grad_kernel", "_PlannedBackward", "norm"),
+        ("_norm_grad_partials_kernel", "_PlannedBackward", "norm"),
         ("_pad_channels_kernel", "_Planned", "elementwise"),
         ("_adamw_kernel", "", "optimizer"),
         ("_square_sums_kernel", "", "optimizer"),

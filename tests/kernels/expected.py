@@ -118,7 +118,7 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({"kept_ptr": None}, _SHARED),
         ({}, _SHARED._replace(spills=108)),  # of the words of a mask
     ],
-    "group_norm_bwd_params_kernel": [({"arch": 120}, Expect(spills=8)), ({}, Expect())],
+    "_group_norm_bwd_params_kernel": [({"arch": 120}, Expect(spills=8)), ({}, Expect())],
     "_fp16_split_kernel": Expect(tma=False),
     "_largest_kernel": Expect(tma=False),
     "norm_attention_kernel": _REGISTERS,

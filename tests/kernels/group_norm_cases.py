@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.norm import cluster, multi_pass, pass_grid, passes, single_program, tables
+from triton_kernels.norm import cluster, multi_pass, pass_grid, passes, single_program, sums, tables
 from triton_kernels.norm.group_norm import group_norm
 from triton_kernels.registry.spec import NormSpec
 from triton_kernels.runtime.device import Device
@@ -22,7 +22,7 @@ NAMES = ("y", "dx", "d_weight", "d_bias", "d_scale", "d_shift")
 @pytest.fixture(autouse=True, name="poisoned")
 def poison_group_norm(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    poison_outputs(monkeypatch, multi_pass, passes, tables, single_program, cluster)
+    poison_outputs(monkeypatch, multi_pass, passes, sums, tables, single_program, cluster)
 
 
 _KERNELS = {"stream": "multi_pass", "resident": "single_program", "cluster": "cluster"}
@@ -95,7 +95,7 @@ def check(x, params, dy, groups, act, floor=2e-6, c1=None):
         assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
 
 
-PASSES = {op.name: op for op in (multi_pass.STATS, passes.APPLY, multi_pass.SUMS, multi_pass.DX)}
+PASSES = {op.name: op for op in (multi_pass.STATS, passes.APPLY, multi_pass.SUMS, passes.DX)}
 
 
 def configs_of(name):

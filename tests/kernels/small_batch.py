@@ -28,6 +28,9 @@ from triton_kernels.norm import (
     small_batch as norm_small_batch,
 )
 from triton_kernels.norm import (
+    sums as norm_sums,
+)
+from triton_kernels.norm import (
     tables as norm_tables,
 )
 
@@ -49,6 +52,7 @@ MODULES = (
     norm_small_batch,
     norm_of_sums,
     norm_passes,
+    norm_sums,
     norm_tables,
     norm_single_cta,
     qkv_attention,

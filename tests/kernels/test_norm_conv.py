@@ -8,6 +8,7 @@ from triton_kernels.conv import norm_conv as norm_conv_module
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import row_mma as gluon_rows
 from triton_kernels.conv.norm_conv import NORM_CONV, norm_conv, norm_conv_of_two
+from triton_kernels.norm import sums as norm_sums
 from triton_kernels.norm import tables as norm_tables
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import chip
@@ -60,7 +61,7 @@ FORMS = {  # makers, a table
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    poison_outputs(monkeypatch, norm_conv_module, norm_tables)
+    poison_outputs(monkeypatch, norm_conv_module, norm_sums, norm_tables)
 
 
 def use_form(monkeypatch, form):
@@ -73,7 +74,7 @@ def sums_of(x, groups, tiles=16):
     """Partials, groups, weight, bias and eps of a norm; act(b) is not 0."""
     n, _, _, c = x.shape
     weight, bias = (randn(c, seed=s, device=x.device) for s in (20, 21))
-    partials = norm_tables.tensor_partials(x, n * tiles)
+    partials = norm_sums.tensor_partials(x, n * tiles)
     return partials, groups, weight, bias + 1, EPS
 
 
@@ -152,7 +153,7 @@ class TestGpu:
         x, weight, bias, emb, _ = forward_case(Shape(n, h, 64, 128, 64), dtype, device)
         xs = tuple((2 * half + 1).contiguous() for half in x.split(64, 3))
         tiles = zip(xs, (16, 32), strict=True)
-        parts = tuple(norm_tables.tensor_partials(half, n * k) for half, k in tiles)
+        parts = tuple(norm_sums.tensor_partials(half, n * k) for half, k in tiles)
         given = parts, 32, *sums_of(torch.cat(xs, 3), 32)[2:]
         table = norm_tables.norm_table(given[0], (h * 64,) * 2, *given[1:])
         a = fused_reference.apply(*(half.double() for half in xs), table.double(), activation)

@@ -9,6 +9,7 @@ from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.noise.dropout import Mask
 from triton_kernels.norm import pass_grid
 from triton_kernels.norm import passes as norm_passes
+from triton_kernels.norm import sums as norm_sums
 from triton_kernels.norm import tables as norm_tables
 from triton_kernels.reductions import column_sum, row_sums
 from triton_kernels.runtime.dependent_launch import dependent_launches
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    poison_outputs(monkeypatch, norm_passes, norm_tables, column_sum, row_sums)
+    poison_outputs(monkeypatch, norm_passes, norm_sums, norm_tables, column_sum, row_sums)
 
 
 def _table(halves, ks, groups, weight, bias, **film):
@@ -99,7 +100,7 @@ def test_activations(act, device):
 )
 def test_tensor_partials(shape, pixels_of_a_tile, device):
     x = randn(*shape, device=device, offset=3)
-    got = norm_tables.tensor_partials(x)
+    got = norm_sums.tensor_partials(x)
     k = shape[1] * shape[2] // pixels_of_a_tile
     assert got.shape == (shape[0], k, 2, shape[3])
     assert_near("partials", got, partials_of(x, k))
@@ -419,7 +420,7 @@ def test_model_shapes(shape, channels, ks, dtype, device):
     case = make_case(shape, channels, 32, dtype=dtype, device=device)
     _tables_and_passes(case, ks)
     x = case[0][0]
-    partials = norm_tables.tensor_partials(x)
+    partials = norm_sums.tensor_partials(x)
     assert_near("partials", partials, partials_of(x, partials.shape[1]), floor=1e-5)
 
 

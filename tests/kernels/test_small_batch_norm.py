@@ -16,7 +16,7 @@ from triton_kernels.norm import (
     single_cta as norm_single_cta,
 )
 from triton_kernels.norm import (
-    tables as norm_tables,
+    sums as norm_sums,
 )
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry import search
@@ -280,7 +280,7 @@ def test_tiles_are_compared_where_they_write(device, monkeypatch):
 @pytest.mark.parametrize(("shape", "k"), [((1, 16, 16, 32), 8), ((2, 12, 12, 16), 4)], ids=str)
 def test_partials_of_few_tensors_are_taken_by_many_programs(shape, k, device):
     x = randn(*shape, device=device)
-    partials = norm_tables.tensor_partials(x, programs=8)
+    partials = norm_sums.tensor_partials(x, programs=8)
     assert partials.shape[1] == k
     torch.testing.assert_close(partials, partials_of(x, k), rtol=1e-5, atol=1e-4)
 

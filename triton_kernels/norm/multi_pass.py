@@ -1,13 +1,14 @@
 """GroupNorm of an image of any size, in passes over memory; see `group_norm` for the formulas.
 
     forward   partials (read x), table, apply (read x, write y)
-    backward  sums (read x, dy), finalize, dx (read x, dy, write dx), params
+    backward  sums (read x, dy), coefficients, dx (read x, dy, write dx), params
 
-The three without brackets are small. Those of forward are the fused step's (`norm.tables`,
-`norm.passes`). Sums of squares cancel when the mean is large, so every lane of a tile runs
-Welford's recurrence over its pixels, and lanes, chunks and channels are then merged by Chan's
-formula: no partial is ever a difference of large numbers. Partials are merged in a fixed order,
-without atomics: the same input gives the same bits.
+The three without brackets are small. All but the last are kernels of the fused step too
+(`norm.tables`, `norm.passes`); here dz is computed twice instead of stored. Sums of squares cancel
+when the mean is large, so every lane of a tile runs Welford's recurrence over its pixels, and
+lanes, chunks and channels are then merged by Chan's formula: no partial is ever a difference of
+large numbers. Partials are merged in a fixed order, without atomics: the same input gives the same
+bits.
 
 A tile is BLOCK_P pixels by BLOCK_C channels. TILES tiles make the chunk of pixels of one program,
 K chunks an image, CB blocks of channels the C channels. CG = C // G.
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from ..registry.choose import select
@@ -30,15 +32,11 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import dependent_launches
 from ..runtime.device import Device, describe
-from .multi_pass_kernels import (
-    group_norm_bwd_dx_kernel,
-    group_norm_bwd_finalize_kernel,
-    group_norm_bwd_params_kernel,
-    group_norm_bwd_sums_kernel,
-)
-from .pass_grid import PassConfig, PassGrid, cut_pass
-from .passes import apply
-from .tables import norm_table, partials_of
+from .coefficients import affine
+from .pass_grid import PassConfig, PassGrid, cut_evenly, cut_pass
+from .passes import apply, norm_dx
+from .sums import grad_partials_of, partials_of
+from .tables import norm_grad_table, norm_table
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -81,29 +79,15 @@ _SUMS_CONFIGS = [
     PassConfig(256, 16, 1),
     PassConfig(1024, 8, 2),
 ]
-_DX_CONFIGS = [
-    PassConfig(2048, 2, 4),
-    PassConfig(2048, 4, 4),
-    PassConfig(4096, 2, 8),
-    PassConfig(2048, 1, 4),
-    PassConfig(4096, 1, 8),
-    PassConfig(1024, 4, 4),
-]
-
-
-_ONE_WARP = PassConfig(512, 16, 1)  # of the first and third list
+_ONE_WARP = PassConfig(512, 16, 1)  # of both lists
 
 
 def _cut(xs: Halves, config: PassConfig) -> PassGrid:
+    """Chunks of one size, about as large as a pass with this configuration has them."""
     n, hw, c = extent(xs)
     c1 = xs[0].shape[3]
-    return cut_pass(n, hw, c1, c - c1, config, describe(xs[0].device))
-
-
-def _group_blocks(g: int, elements: int) -> tuple[int, int]:
-    """BLOCK_G, BLOCK_E of a finalize kernel that merges `elements` partials a group."""
-    block_e = min(triton.next_power_of_2(max(elements, 1)), 512)
-    return min(max(1024 // block_e, 1), triton.next_power_of_2(g)), block_e
+    grid = cut_pass(n, hw, c1, c - c1, config, describe(xs[0].device))
+    return cut_evenly(n, hw, c1, c - c1, grid.k, grid.block_p, grid.block_c)
 
 
 def extent(xs: Halves) -> tuple[int, int, int]:
@@ -142,11 +126,10 @@ def _pass(name: str, listed: list[PassConfig]) -> Op:
 
 STATS = _pass("group_norm_stats", _STATS_CONFIGS)
 SUMS = _pass("group_norm_sums", _SUMS_CONFIGS)
-DX = _pass("group_norm_dx", _DX_CONFIGS)
 
 
 def _chosen(op: Op, xs: Halves, num_groups: int, run: Callable[[PassConfig], Tensor]) -> PassConfig:
-    spec = spec_of(xs, num_groups, grad=op in (SUMS, DX))
+    spec = spec_of(xs, num_groups, grad=op is SUMS)
     return select(op, spec, describe(xs[0].device), run).config
 
 
@@ -159,15 +142,7 @@ def stream_partials(xs: Halves, num_groups: int, config: PassConfig | None = Non
             return partials if partials.shape[1] == 1 else partials[:, :, 0].sum(1)
 
         config = _chosen(STATS, xs, num_groups, run)
-    grid = _cut(xs, config)
-    return partials_of(xs, grid.k, grid.block_p, grid.block_c, config.num_warps)
-
-
-def _shape(xs: Halves, stats: Tensor, params: Params, grid: PassGrid) -> tuple[int, ...]:
-    """Arguments that the kernels over x have in common."""
-    _, hw, c = extent(xs)
-    g = stats.shape[2]
-    return *row_strides(params), hw, xs[0].shape[3], c, g, grid.k, grid.cb1, grid.cb, c // g
+    return partials_of(xs, _cut(xs, config), config.num_warps)
 
 
 def stream_sums(
@@ -177,23 +152,21 @@ def stream_sums(
     params: Params,
     activation: str,
     config: PassConfig | None = None,
-) -> Tensor:
-    """D and E of every chunk: float32 [N, K, 2, C]."""
+) -> tuple[Tensor, Tensor]:
+    """D and E of every chunk, float32 [N, K, 2, C], and the table of mean, rstd, gain and offset,
+    float32 [N, 4, C]."""
     if config is None:
 
         def run(c: PassConfig) -> Tensor:
-            sums = stream_sums(xs, dy, stats, params, activation, c)
+            sums, _ = stream_sums(xs, dy, stats, params, activation, c)
             return sums if sums.shape[1] == 1 else sums.sum(1)
 
         config = _chosen(SUMS, xs, stats.shape[2], run)
-    grid = _cut(xs, config)
     n, _, c = extent(xs)
-    sums = _empty((n, grid.k, 2, c), dtype=torch.float32, device=dy.device)
-    shape = _shape(xs, stats, params, grid)
-    group_norm_bwd_sums_kernel[(grid.programs,)](
-        *xs, dy, *stats, *params, sums, *shape, activation, *grid.tile, num_warps=config.num_warps
-    )
-    return sums
+    table = _empty((n, 4, c), dtype=torch.float32, device=dy.device)
+    grid = _cut(xs, config)
+    rest = {"stats": stats, "params": params}
+    return grad_partials_of(dy, xs, table, activation, grid, config.num_warps, **rest), table
 
 
 def empty_like(xs: Halves) -> Halves:
@@ -201,40 +174,62 @@ def empty_like(xs: Halves) -> Halves:
     return tuple(None if x is None else _empty(x.shape, dtype=x.dtype, device=x.device) for x in xs)
 
 
-def stream_dx(
-    xs: Halves,
-    dy: Tensor,
-    stats: Tensor,
-    sums: Tensor,  # of `stream_sums`
-    params: Params,
-    activation: str,
-    config: PassConfig | None = None,
-) -> Halves:
-    """The gradient of x."""
-    n, hw, c = extent(xs)
-    g, k = stats.shape[2], sums.shape[1]
-    if config is None:
-
-        def run(c: PassConfig) -> Tensor:
-            return stream_dx(xs, dy, stats, sums, params, activation, c)[0]
-
-        config = _chosen(DX, xs, g, run)
-    weight, _, scale, _ = params
-    m1_m2 = _empty((2, n, g), dtype=torch.float32, device=dy.device)
-    block_g, block_e = _group_blocks(g, k * (c // g))
-    blocks = triton.cdiv(g, block_g)
-    shape = (row_strides(params)[0], hw, c, g, blocks, k, c // g)
-    group_norm_bwd_finalize_kernel[(n * blocks,)](
-        sums, weight, scale, *m1_m2, *shape, block_g, block_e
-    )
-    grid = _cut(xs, config)
-    dxs = empty_like(xs)
-    shape = _shape(xs, stats, params, grid)
-    group_norm_bwd_dx_kernel[(grid.programs,)](
-        *xs, dy, *stats, *m1_m2, *params, *dxs, *shape, activation, *grid.tile,
-        num_warps=config.num_warps,
-    )  # fmt: skip
-    return dxs
+@triton.jit
+def _group_norm_bwd_params_kernel(
+    partial_ptr,  # float32 [N, K, 2, C]: D and E of a chunk
+    weight_ptr,  # [C] or None
+    bias_ptr,  # [C] or None
+    scale_ptr,  # [N, C] or None
+    d_weight_ptr,  # [C] or None
+    d_bias_ptr,  # [C] or None
+    d_scale_ptr,  # [N, C] or None
+    d_shift_ptr,  # [N, C] or None
+    stride_scale,
+    N,
+    C,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    offs_c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = offs_c < C
+    d_weight = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    d_bias = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    for n0 in range(0, N, BLOCK_N):
+        offs_n = n0 + tl.arange(0, BLOCK_N)
+        mask = (offs_n < N)[:, None] & mask_c[None, :]
+        acc_d = tl.zeros([BLOCK_N, BLOCK_K, BLOCK_C], tl.float32)
+        acc_e = tl.zeros([BLOCK_N, BLOCK_K, BLOCK_C], tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            offs_k = k0 + tl.arange(0, BLOCK_K)
+            mask_k = mask[:, None, :] & (offs_k < K)[None, :, None]
+            offs = (offs_n.to(tl.int64)[:, None] * K + offs_k[None, :]) * 2 * C
+            offs = offs[:, :, None] + offs_c[None, None, :]
+            acc_d += tl.load(partial_ptr + offs, mask=mask_k, other=0.0)
+            acc_e += tl.load(partial_ptr + offs + C, mask=mask_k, other=0.0)
+        sum_d = tl.sum(acc_d, 1)
+        sum_e = tl.sum(acc_e, 1)
+        offs_nc = offs_n.to(tl.int64)[:, None] * C + offs_c[None, :]
+        if d_shift_ptr is not None:
+            tl.store(d_shift_ptr + offs_nc, sum_d.to(d_shift_ptr.dtype.element_ty), mask=mask)
+        if d_scale_ptr is not None:
+            weight, bias = affine(weight_ptr, bias_ptr, None, None, 0, 0, 0, offs_c, mask_c)
+            d_scale = weight[None, :] * sum_e + bias[None, :] * sum_d
+            tl.store(d_scale_ptr + offs_nc, d_scale.to(d_scale_ptr.dtype.element_ty), mask=mask)
+        if scale_ptr is not None:
+            offs_s = offs_n.to(tl.int64)[:, None] * stride_scale + offs_c[None, :]
+            one_scale = 1.0 + tl.load(scale_ptr + offs_s, mask=mask, other=0.0).to(tl.float32)
+            sum_d *= one_scale
+            sum_e *= one_scale
+        d_weight += sum_e
+        d_bias += sum_d
+    if d_weight_ptr is not None:
+        total = tl.sum(d_weight, 0)
+        tl.store(d_weight_ptr + offs_c, total.to(d_weight_ptr.dtype.element_ty), mask=mask_c)
+    if d_bias_ptr is not None:
+        total = tl.sum(d_bias, 0)
+        tl.store(d_bias_ptr + offs_c, total.to(d_bias_ptr.dtype.element_ty), mask=mask_c)
 
 
 def params_grad(
@@ -253,7 +248,7 @@ def params_grad(
     block_n = min(triton.next_power_of_2(max(n, 1)), 128)
     block_k = min(triton.next_power_of_2(max(k, 1)), 128 // block_n)
     shape = (row_strides(params)[0], n, c, k)
-    group_norm_bwd_params_kernel[(triton.cdiv(c, block_c),)](
+    _group_norm_bwd_params_kernel[(triton.cdiv(c, block_c),)](
         sums, weight, bias, scale, *grads, *shape, block_n, block_k, block_c
     )
     return grads
@@ -282,8 +277,16 @@ def _forward(_: MultiPass, xs: Halves, num_groups: int, eps: float, params: Para
 def _backward(
     _: MultiPass, xs: Halves, dy: Tensor, stats: Tensor, params: Params, act: str, dx: bool
 ):
-    sums = stream_sums(xs, dy, stats, params, act)
-    return stream_dx(xs, dy, stats, sums, params, act) if dx else (None, None), sums
+    n, hw, c = extent(xs)
+    if hw == 0:
+        return empty_like(xs), dy.new_zeros((n, 1, 2, c), dtype=torch.float32)
+    sums, table = stream_sums(xs, dy, stats, params, act)
+    if not dx:
+        return (None, None), sums
+    coeff = norm_grad_table(sums, table, hw, stats.shape[2], None, None, centred=True)
+    with dependent_launches():
+        dx1, dx2, _ = norm_dx(dy, *xs, coeff, table=table, activation=act)
+    return (dx1, dx2), sums
 
 
 def _cost(spec: NormSpec, gpu: Device, config: MultiPass) -> float:

@@ -85,6 +85,22 @@ def cut_pass(
     return PassGrid(n * k * cb, k, cb1, cb, masked, tiles, block_p, block_c)
 
 
+def cut_evenly(
+    n: int, hw: int, c1: int, c2: int, wanted: int, block_p: int, block_c: int
+) -> PassGrid:
+    """The grid of a pass that leaves sums of every chunk: about as many chunks an image as are
+    wanted, all of one size, and tiles of at most so many pixels."""
+    k = divisor_near(hw, max(wanted, 1))
+    pixels = hw // k
+    block_p = min(block_p, triton.next_power_of_2(max(pixels, 1)))
+    tiles = max(triton.cdiv(pixels, block_p), 1)
+    cb1 = triton.cdiv(c1, block_c)
+    cb = cb1 + triton.cdiv(c2, block_c)
+    # the kernels go through four tiles at a time
+    masked = pixels % block_p + c1 % block_c + c2 % block_c + tiles % min(tiles, 4) > 0
+    return PassGrid(n * k * cb, k, cb1, cb, masked, tiles, block_p, block_c)
+
+
 @lru_cache
 def divisor_near(number: int, wanted: int) -> int:
     """The largest divisor up to what is wanted; if that is less than half of it, the nearest."""

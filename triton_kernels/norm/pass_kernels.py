@@ -8,9 +8,18 @@ some tiles reach over an edge.
 import triton
 import triton.language as tl
 
+from ..activations import activate_affine_grad
 from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs
 from ..tf32 import as_operand
+from .coefficients import load_table
+
+
+@triton.jit
+def _table_of(row_ptrs, C, mask_c):
+    """mean, slope and offset of the channels whose mean is there: z = (x - mean) slope + offset."""
+    mean, rstd, gain, offset = load_table(row_ptrs, C, mask_c)
+    return mean, rstd * gain, offset
 
 
 @triton.jit
@@ -59,6 +68,7 @@ def _norm_dx_half(
     dz_ptr,  # [N, HW, C]
     x_ptr,  # this half: [N, HW, CH], as the four below
     coeff_ptr,  # float32 [N, 3, C]
+    table_ptr,  # float32 [N, 4, C] or None
     add_ptr,  # or None
     add_second_ptr,  # or None
     dx_ptr,
@@ -71,6 +81,7 @@ def _norm_dx_half(
     CH,
     C,
     K,
+    ACT: tl.constexpr,
     MASKED: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -80,6 +91,8 @@ def _norm_dx_half(
     offs_p = tl.arange(0, BLOCK_P)
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CH
+    if table_ptr is not None:
+        mean, slope, offset = _table_of(table_ptr + n * 4 * C + border + offs_c, C, mask_c)
     p, q, r = _coefficients(coeff_ptr + n * 3 * C + border + offs_c, C, mask_c)
     acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for i in range(TILES):
@@ -90,6 +103,9 @@ def _norm_dx_half(
         offs_z = offs_p[:, None] * C + offs_c[None, :]
         dz = tl.load(dz_ptr + (n * HW + p0) * C + border + offs_z, mask=mask).to(tl.float32)
         x = tl.load(x_ptr + first + offs, mask=mask).to(tl.float32)
+        if table_ptr is not None:  # dz is the gradient of act(z) as yet
+            x -= mean[None, :]
+            dz *= activate_affine_grad(x, slope[None, :], offset[None, :], ACT)
         dx = p[None, :] * dz + (q[None, :] * x + r[None, :])
         acc = store_dx(
             dx, acc, add_ptr, add_second_ptr, dx_ptr, sums_ptr, first, offs, mask, MASKED, TF32
@@ -158,6 +174,8 @@ def norm_dx_kernel(
     x1_ptr,  # [N, HW, C1], or [N, H/2, W/2, C1] with UPSAMPLE
     x2_ptr,  # [N, HW, C2] or None
     coeff_ptr,  # float32 [N, 3, C]
+    table_ptr,  # float32 [N, 4, C], or None. If it is there, dz is the gradient of act(z), which is
+    # taken through the activation first, and dx = p dz + q (x - mean) + r
     add1_ptr,  # [N, HW, C1] or None
     add1_second_ptr,  # [N, HW, C1] or None
     add2_ptr,  # [N, HW, C2] or None
@@ -172,6 +190,7 @@ def norm_dx_kernel(
     CB1,
     CB,
     UPSAMPLE: tl.constexpr,
+    ACT: tl.constexpr,  # with a table
     MASKED: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -193,12 +212,12 @@ def norm_dx_kernel(
             )  # fmt: skip
         else:
             _norm_dx_half(
-                dz_ptr, x1_ptr, coeff_ptr, add1_ptr, add1_second_ptr, dx1_ptr, sums_ptr,
-                n, k, c0, 0, HW, C1, C, K, MASKED, TILES, BLOCK_P, BLOCK_C, TF32,
+                dz_ptr, x1_ptr, coeff_ptr, table_ptr, add1_ptr, add1_second_ptr, dx1_ptr, sums_ptr,
+                n, k, c0, 0, HW, C1, C, K, ACT, MASKED, TILES, BLOCK_P, BLOCK_C, TF32,
             )  # fmt: skip
     elif x2_ptr is not None:
         c0 = (pid_c - CB1) * BLOCK_C
         _norm_dx_half(
-            dz_ptr, x2_ptr, coeff_ptr, add2_ptr, None, dx2_ptr, None,
-            n, k, c0, C1, HW, C2, C, K, MASKED, TILES, BLOCK_P, BLOCK_C, TF32,
+            dz_ptr, x2_ptr, coeff_ptr, table_ptr, add2_ptr, None, dx2_ptr, None,
+            n, k, c0, C1, HW, C2, C, K, ACT, MASKED, TILES, BLOCK_P, BLOCK_C, TF32,
         )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..activations import check_activation
+from ..activations import check_activation, rounded_grad
 from ..noise.dropout import Mask, mask_arguments
 from ..reductions.row_sums import RowSums
 from ..registry.choose import select
@@ -82,7 +82,10 @@ _APPLY = Kernel("pass", PassConfig, lambda *_: None, lambda *_: APPLY_CONFIGS)
 _DX = Kernel("pass", PassConfig, lambda *_: None, _dx_configs)
 APPLY = Op("norm_apply", ("h", "w", "c1", "c2", "dtype", "activation"), (_APPLY,), similar=False)
 DX = Op(
-    "norm_dx", ("h", "w", "c1", "c2", "upsampled", "dtype", "sums", "adds"), (_DX,), similar=False
+    "norm_dx",
+    ("h", "w", "c1", "c2", "upsampled", "dtype", "activation", "sums", "adds"),
+    (_DX,),
+    similar=False,
 )
 
 
@@ -244,6 +247,8 @@ def norm_dx(
     add1_second: Tensor | None = None,  # [N, H, W, C1]
     sums: bool | RowSums = False,
     *,
+    table: Tensor | None = None,  # float32 [N, 4, C1 + C2], of `norm_table`
+    activation: str = "identity",  # with a table
     upsample1: bool = False,
     tf32: bool = False,
     out: Tensor | None = None,  # as x1; may be dz if there is no x2
@@ -252,8 +257,10 @@ def norm_dx(
     """dx1 = p dz + q x1 + r + add1 + add1_second and dx2 alike, in the dtype of their x, each sum
     rounded once.
 
-    With upsample1 x1 stands for a nearest-upsampled tensor, as in `apply`, and dx1 is the gradient
-    of x1 itself: the sum over each 2x2 block. With `sums` the third result is float32 [rows, C1],
+    With a table dz is the gradient of act(norm(x)), which is multiplied by act'(norm(x)) first, and
+    coeff is `centred`: dx = p dz + q (x - mean) + r. With upsample1 x1 stands for a
+    nearest-upsampled tensor, as in `apply`, and dx1 is the gradient of x1 itself: the sum over each
+    2x2 block. With `sums` the third result is float32 [rows, C1],
     whose sum over rows (`bias_grad`) is the sum of dx1 over samples and pixels, in a place of
     RowSums if that is what it is; otherwise None.
     """
@@ -264,6 +271,10 @@ def norm_dx(
     c2 = 0 if x2 is None else x2.shape[3]
     check_shape("dz", dz, n, h, w, c1 + c2)
     check_shape("coeff", coeff, n, 3, c1 + c2)
+    if table is not None:
+        check_activation(activation)
+        check_shape("table", table, n, 4, c1 + c2)
+        assert not upsample1
     for name, x, shape in (
         ("out", out, (h1, w1, c1)),
         ("add1", add1, (h, w, c1)),
@@ -278,18 +289,11 @@ def norm_dx(
     if config is None:
         summed = sums is not False
         spec = NormSpec(
-            n,
-            dtype_name(dz.dtype),
-            h,
-            w,
-            c1,
-            c2,
-            grad=True,
-            upsampled=upsample1,
-            sums=summed,
-            adds=sum(x is not None for x in adds),
-        )
-        tensors, rest = (dz, x1, x2, coeff, add1, add2, add1_second), {"upsample1": upsample1}
+            n, dtype_name(dz.dtype), h, w, c1, c2, activation=activation, grad=True,
+            upsampled=upsample1, sums=summed, adds=sum(x is not None for x in adds),
+        )  # fmt: skip
+        tensors = dz, x1, x2, coeff, add1, add2, add1_second
+        rest = {"table": table, "activation": activation, "upsample1": upsample1}
 
         def run(c: PassConfig) -> Tensor:
             return norm_dx(*tensors, summed, **rest, config=c)[0]
@@ -305,7 +309,8 @@ def norm_dx(
         rows = _empty((n * grid.k, c1), dtype=torch.float32, device=x1.device)
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
     norm_dx_kernel[(grid.programs,)](
-        dz, x1, x2, coeff, *adds, dx1, dx2, rows, *shape, upsample1, *grid.tile,
-        tf32, num_warps=config.num_warps, **overlapping(x1.device),
+        dz, x1, x2, coeff, table, *adds, dx1, dx2, rows, *shape, upsample1,
+        rounded_grad(activation, x1.dtype), *grid.tile, tf32,
+        num_warps=config.num_warps, **overlapping(x1.device),
     )  # fmt: skip
     return dx1, dx2, rows

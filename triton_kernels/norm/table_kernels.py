@@ -118,6 +118,7 @@ def norm_grad_table_kernel(
     C,
     GB,
     ROWS: tl.constexpr,
+    CENTRED: tl.constexpr,  # r is for dx = p dz + q (x - mean) + r
     K: tl.constexpr,
     KX: tl.constexpr,
     CG: tl.constexpr,
@@ -153,7 +154,7 @@ def norm_grad_table_kernel(
     out_ptr = coeff_ptr + n * 3 * C + offs_c
     tl.store(out_ptr, p, mask=mask_c)
     tl.store(out_ptr + C, q, mask=mask_c)
-    tl.store(out_ptr + 2 * C, -rstd * m1 - q * mean, mask=mask_c)
+    tl.store(out_ptr + 2 * C, -rstd * m1 if CENTRED else -rstd * m1 - q * mean, mask=mask_c)
 
     out_ptr = rows_ptr + n * (ROWS * C) + offs_c
     store_affine_grads(

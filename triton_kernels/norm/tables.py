@@ -34,9 +34,7 @@ from torch import Tensor
 
 from ..reductions.row_sums import RowSums
 from ..runtime.dependent_launch import overlapping
-from ..runtime.layout import check_nhwc, check_shape, row_stride
-from .multi_pass_kernels import norm_partials_kernel
-from .pass_grid import channel_block, divisor_near
+from ..runtime.layout import check_shape, row_stride
 from .table_kernels import (
     norm_grad_table_kernel,
     norm_table_kernel,
@@ -48,8 +46,6 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 # warp a program, if that will do: warps would meet at a barrier for every sum.
 _WARP_TILE = 1024
 _LOADED = 2048  # partial sums that a program of a pass loads at a time
-_PARTIAL_PIXELS = 256  # of a tile of tensor_partials, about
-_MIN_PARTIAL_PIXELS = 32
 
 
 class Statistics(NamedTuple):
@@ -125,45 +121,6 @@ def check_partials_of(partials: Tensor, pixels: int, n: int, channels: int) -> N
     check_shape("partials", partials, n, partials.shape[1], 2, channels)
 
 
-def tensor_partials(
-    x: Tensor,  # [N, H, W, C]
-    programs: int = 1,  # at least so many, if tiles of 32 pixels make them
-) -> Tensor:  # float32 [N, K, 2, C]
-    """The sum of x and of (x - mean)^2 over each of K tiles of H W / K pixels."""
-    check_nhwc("x", x)
-    n, h, w, c = x.shape
-    block_c = channel_block(c)
-    few = triton.cdiv(programs, max(n, 1) * triton.cdiv(c, block_c))
-    wanted = max(triton.cdiv(h * w, _PARTIAL_PIXELS), min(few, h * w // _MIN_PARTIAL_PIXELS))
-    return partials_of((x, None), wanted, 4096 // block_c, block_c, 4)
-
-
-def partials_of(
-    xs: tuple[Tensor, Tensor | None],  # [N, H, W, C1] and, beside it, [N, H, W, C - C1]
-    wanted: int,  # tiles of an image, about
-    block_p: int,  # pixels at a time, at most
-    block_c: int,
-    num_warps: int,
-) -> Tensor:  # float32 [N, K, 2, C]
-    """The same of x1 beside x2. Tiles are all of one size, so their number divides the pixels."""
-    x, x2 = xs
-    n, h, w, c1 = x.shape
-    c2 = 0 if x2 is None else x2.shape[3]
-    k = divisor_near(h * w, max(wanted, 1))
-    pixels = h * w // k
-    block_p = min(block_p, triton.next_power_of_2(max(pixels, 1)))
-    tiles = max(triton.cdiv(pixels, block_p), 1)
-    cb1 = triton.cdiv(c1, block_c)
-    cb = cb1 + triton.cdiv(c2, block_c)
-    masked = pixels % block_p + c1 % block_c + c2 % block_c + tiles % min(tiles, 4) > 0
-    partials = _empty((n, k, 2, c1 + c2), dtype=torch.float32, device=x.device)
-    norm_partials_kernel[(n * k * cb,)](
-        x, x2, partials, pixels, c1, c1 + c2, k, cb1, cb, masked, tiles, block_p, block_c,
-        num_warps=num_warps, **overlapping(x.device, n * h * w),
-    )  # fmt: skip
-    return partials
-
-
 def norm_table(
     partials: tuple[Tensor, ...],  # of one or two tensors: float32 [N, K, 2, C1], [N, K2, 2, C2]
     pixels: tuple[int, ...],  # H W of the image that each describes
@@ -222,6 +179,7 @@ def norm_grad_table(
     grad_shift_out: Tensor | None = None,  # [N, C], rows may be strided
     sums: RowSums | None = None,  # adds to the three gradients float32 [C], later
     rows_out: Tensor | None = None,  # float32 [N, 2 C or 3 C]: what it would add up
+    centred: bool = False,  # dx = p dz + q (x - mean) + r
 ) -> Tensor:  # float32 [N, 3, C]
     """p, q and r of every channel, with dx = p dz + q x + r, and the gradients of the parameters,
     which without `sums` are the sums over n of `rows_out`: weight, bias and bias_grad.
@@ -250,7 +208,7 @@ def norm_grad_table(
     else:
         work = _empty((n, rows * c), dtype=torch.float32, device=table.device)
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
-    shape = (pixels, c, lanes.programs, rows, k, kx, lanes.cg)
+    shape = (pixels, c, lanes.programs, rows, centred, k, kx, lanes.cg)
     norm_grad_table_kernel[(n * lanes.programs,)](
         partials, input_partials, table, weight, bias, scale, coeff, work, *strided[1:],
         *map(row_stride, strided), *shape, *lanes.blocks, num_warps=lanes.num_warps,
