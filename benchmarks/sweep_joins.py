@@ -46,7 +46,7 @@ from triton_kernels.conv.upsampled import (
 )
 from triton_kernels.norm.from_partials import NORM_OF_SUMS, norm_of_sums
 from triton_kernels.norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
-from triton_kernels.norm.tables import tensor_partials
+from triton_kernels.norm.sums import tensor_partials
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.search import time_call
 from triton_kernels.registry.spec import ConvSpec, NormSpec
