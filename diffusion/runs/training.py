@@ -123,7 +123,7 @@ def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> floa
 def _train(
     config: dict[str, Any], settings: TrainSettings, run_dir: Path, sweep: bool, lock: RunLock
 ) -> float:
-    construct(OptimizerSettings, config["optim"], "optim")  # wrong settings show at once
+    optim = construct(OptimizerSettings, config["optim"], "optim")
     process = construct(Process, config["diffusion"], "diffusion")
     START_UP.reached("imports")
     device = choose_device(config["device"])
@@ -157,7 +157,8 @@ def _train(
     _check_init(settings, resume_from)
     task: Task = make_task(config["dataset"], config["model"])
     START_UP.reached("data")
-    built = _built(config, settings, process, task, backend, device, processes, resume_from)
+    build = partial(_built, settings, optim, process, task, device, processes, resume_from)
+    built = build(backend)
     START_UP.reached("network")
     with _compiling_ahead(config, settings, built.step, task):
         right = tried(backend, device, required=config["backend"] == "triton")
@@ -166,7 +167,7 @@ def _train(
     processes.wait()  # for the first of each machine, which compiles
     if right != backend:
         backend, built = right, None  # the memory of one at a time
-        built = _built(config, settings, process, task, backend, device, processes, resume_from)
+        built = build(backend)
     model, flat, step, stored = built
     show = _averaged(flat, task.preview(model, process, settings, device))
     score = _averaged(flat, task.score(model, process, settings, device, processes))
@@ -244,14 +245,14 @@ class _Built(NamedTuple):
 
 
 def _built(
-    config: dict[str, Any],
     settings: TrainSettings,
+    optim: OptimizerSettings,
     process: Process,
     task: Task,
-    backend: Backend,
     device: torch.device,
     processes: Processes,
     resume_from: Path | None,
+    backend: Backend,
 ) -> _Built:
     """The network and its step, as the run begins or goes on. No kernel is launched."""
     torch.manual_seed(settings.seed)  # the initial parameters; all other noise is counted
@@ -260,7 +261,7 @@ def _built(
         load_initial(settings.init, model)
     model.train()
     flat = FlatParameters(model, together=TOGETHER)
-    optimizer = Optimizer(flat, construct(OptimizerSettings, config["optim"], "optim"), backend)
+    optimizer = Optimizer(flat, optim, backend)
     stored: dict[str, Any] = {}
     if resume_from is not None:
         stored, _ = read_state(resume_from)
