@@ -93,6 +93,27 @@ def _gradient_of(
 
 
 @triton.jit
+def _store_block(
+    result,  # [offs]: numbers of a block [TILE_CO, TAPS, TILE_CI]
+    offs,  # where in the block they are
+    out_ptr, stride, CI, CO, block,  # as `_gradient_of` returns them
+    TILE_CO: tl.constexpr,
+    TILE_CI: tl.constexpr,
+    TAPS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Store them in its gradient, or add them to what is there."""
+    ci_blocks = tl.cdiv(CI, TILE_CI)
+    co = block // ci_blocks * TILE_CO + offs // (TAPS * TILE_CI)
+    ci = block % ci_blocks * TILE_CI + offs % TILE_CI
+    mask = (co < CO) & (ci < CI)
+    out_ptrs = out_ptr + co.to(tl.int64) * stride + offs // TILE_CI % TAPS * CI + ci
+    if ACCUMULATE:
+        result += tl.load(out_ptrs, mask=mask, other=0.0)
+    tl.store(out_ptrs, result, mask=mask)
+
+
+@triton.jit
 def _sum_cut_kernel(
     part_ptr,  # [blocks that are cut, splits, 64, 9, 64]
     out1_ptr,  # [CO1, 9, CI1], with rows any distance apart
@@ -131,14 +152,7 @@ def _sum_cut_kernel(
         cut + whole, out1_ptr, out2_ptr, out3_ptr, out4_ptr, CI1, CI2, CI3, CI4, CO1, CO2, CO3,
         CO4, stride1, stride2, stride3, stride4, 64, 64,
     )  # fmt: skip
-    ci_blocks = tl.cdiv(CI, 64)
-    co = block // ci_blocks * 64 + offs // (9 * 64)
-    ci = block % ci_blocks * 64 + offs % 64
-    mask = (co < CO) & (ci < CI)
-    out_ptrs = out_ptr + co.to(tl.int64) * stride + offs // 64 % 9 * CI + ci
-    if ACCUMULATE:
-        result += tl.load(out_ptrs, mask=mask, other=0.0)
-    tl.store(out_ptrs, result, mask=mask)
+    _store_block(result, offs, out_ptr, stride, CI, CO, block, 64, 64, 9, ACCUMULATE)
 
 
 @triton.jit(do_not_specialize=["programs", "tiles"])
@@ -194,20 +208,18 @@ def _sum_group_kernel(
         block, out1_ptr, out2_ptr, out3_ptr, out4_ptr, CI1, CI2, CI3, CI4, CO1, CO2, CO3,
         CO4, stride1, stride2, stride3, stride4, TILE_CO, TILE_CI,
     )  # fmt: skip
-    ci_blocks = tl.cdiv(CI, TILE_CI)
-    co = block // ci_blocks * TILE_CO + offs // (TAPS * TILE_CI)
-    ci = block % ci_blocks * TILE_CI + offs % TILE_CI
-    mask = (co < CO) & (ci < CI)
-    out_ptrs = out_ptr + co.to(tl.int64) * stride + offs // TILE_CI % TAPS * CI + ci
-    if ACCUMULATE:
-        result += tl.load(out_ptrs, mask=mask, other=0.0)
-    tl.store(out_ptrs, result, mask=mask)
+    _store_block(result, offs, out_ptr, stride, CI, CO, block, TILE_CO, TILE_CI, TAPS, ACCUMULATE)
+
+
+def _tile(parts: int) -> tuple[int, int]:
+    """How many parts of a sum a program adds at a time, and for how many numbers: 2,048 in all."""
+    block_s = min(triton.next_power_of_2(parts), 16)
+    return block_s, 2048 // block_s
 
 
 def sum_two(parts: Tensor, out1: Tensor, out2: Tensor, accumulate: bool) -> None:
     splits, numel1, numel2 = parts.shape[0], out1.numel(), out2.numel()
-    block_s = min(triton.next_power_of_2(splits), 16)  # as in `column_sum`
-    block = 2048 // block_s
+    block_s, block = _tile(splits)
     assert numel1 % block == numel2 % block == 0
     _sum_two_kernel[((numel1 + numel2) // block,)](
         parts, out1, out2, splits, numel1, numel2, accumulate, BLOCK_S=block_s, BLOCK=block,
@@ -222,8 +234,7 @@ def sum_cut(
     accumulate: bool,
 ) -> None:
     cut, splits = parts.shape[:2]
-    block_s = min(triton.next_power_of_2(splits), 16)  # as in `column_sum`
-    block = 2048 // block_s
+    block_s, block = _tile(splits)
     _sum_cut_kernel[(cut * (parts[0, 0].numel() // block),)](
         parts,
         *filled(outs, outs[0]),
@@ -248,9 +259,9 @@ def sum_parts(
     blocks = sum(-(-o.shape[0] // tile_co) * -(-o.shape[1] // tile_ci) for o in outs)
     assert blocks <= programs <= blocks * tiles  # else there are more than two parts a program
     most = -(-programs // blocks) + 1  # parts of a sum
-    block_s = min(triton.next_power_of_2(most), 16)  # as in `column_sum`
+    block_s, block = _tile(most)
     numbers = tile_co * taps * tile_ci
-    block = min(2048 // block_s, numbers & -numbers)  # that divides them
+    block = min(block, numbers & -numbers)  # that divides them
     _sum_group_kernel[(blocks * (numbers // block),)](
         parts,
         *filled(outs, outs[0]),
