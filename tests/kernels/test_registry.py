@@ -228,6 +228,16 @@ def test_saved_measurements_add_up(tmp_path):
     assert rows.read(path) == [row(2, 64), row(3, 256, 8)]
 
 
+def test_a_row_s_fields_are_in_any_order(tmp_path, measured):
+    turned = dict(reversed(row(8, 256, 8).items()))
+    measured(turned)
+    assert choose() == TILES[2]
+    path = tmp_path / "rows.jsonl"
+    rows.save([turned], path)
+    rows.save([row(8)], path)
+    assert rows.read(path) == [row(8)]  # replaced
+
+
 def test_several_may_save_side_by_side(tmp_path):
     path = tmp_path / "rows.jsonl"
     with ThreadPoolExecutor(4) as threads:  # the lock is of a file, and as good for processes

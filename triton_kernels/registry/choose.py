@@ -144,7 +144,8 @@ def _predicted(op: Op, spec: Spec, gpu: Device) -> Choice:
 def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
     """That of the batch nearest to n or, if the shape has none and others count, those of others,
     the most similar first."""
-    n, shape = spec.n, op.shape(spec)
+    n, of = spec.n, dict(op.shape(spec))
+    shape = rows.shape_of(of)
     measured = rows.table(gpu).get(op.name, {})
     if by_batch := measured.get(shape):
         powers, nearest = min((abs(math.log2(max(m, 1) / max(n, 1))), m) for m in by_batch)
@@ -164,8 +165,9 @@ def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
             found.append((distance, _order(row, names), row, other, known))
     for distance, _, row, other, known in sorted(found, key=lambda f: f[:2]):
         if distance <= _SIMILAR:
-            differing = [f"n={known}", *(f"{k}={v}" for k, v in other if (k, v) not in shape)]
-            yield row, "like " + " ".join(differing)
+            its = dict(other)
+            differing = [f"{k}={its[k]}" for k in of if its[k] != of[k]]
+            yield row, " ".join(["like", f"n={known}", *differing])
 
 
 def _order(row: Found, names: Sequence[str]) -> list[int]:

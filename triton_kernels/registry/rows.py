@@ -57,15 +57,18 @@ def table(gpu: Device) -> Table:
         for row in read(path):
             kept = {key: row.pop(key) for key in ("kernel", "config")}
             op, n = row.pop("op"), row.pop("n")
-            shape = ((k, tuple(v) if isinstance(v, list) else v) for k, v in row.items())
-            found[op][tuple(shape)][n] = kept
+            found[op][shape_of(row)][n] = kept
     return found
+
+
+def shape_of(fields: dict[str, Any]) -> Shape:
+    """What a measurement depends on, by name: alike whatever the order it is given in."""
+    return tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(fields.items()))
 
 
 def unmeasured(gpu: Device, op: str, n: int, shape: dict[str, Any]) -> bool:
     """Whether nobody has measured this shape at this batch on a GPU with such a chip."""
-    given = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in shape.items())
-    return n not in table(gpu).get(op, {}).get(given, {})
+    return n not in table(gpu).get(op, {}).get(shape_of(shape), {})
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -109,4 +112,5 @@ def save(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _identity(row: dict[str, Any]) -> str:
-    return json.dumps({k: v for k, v in row.items() if k not in ("kernel", "config")})
+    shape = {k: v for k, v in row.items() if k not in ("kernel", "config")}
+    return json.dumps(shape, sort_keys=True)
