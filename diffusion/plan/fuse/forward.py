@@ -269,11 +269,13 @@ def _conv_upsampled(f: Fusing, node: Node) -> Value | None:
 
 FORWARD_ROWS = (
     Row(
-        "few channels of an image padded", ("conv",), _few_inputs, "unmeasured",
+        "few channels of an image padded", ("conv",), _few_inputs,
+        "2.2 to 3.0 % of an evaluation, 0.3 of a step of 32 images, 1.1 of 128 (H100)",
         ("sample", "step")
     ),
     Row(
-        "few channels of a result padded", ("conv",), _few_outputs, "unmeasured",
+        "few channels of a result padded", ("conv",), _few_outputs,
+        "0.5 to 1.5 % of an evaluation of 1 to 64 images (H100)",
         ("sample", "step")
     ),
     Row(
@@ -296,7 +298,7 @@ FORWARD_ROWS = (
     ),
     Row(
         "upsampling in the norm's pass", ("norm",), _norm_of_upsampled,
-        "unmeasured", ("step",)
+        "1.8 % of a step of 32 images, 4.3 of 128 (H100)", ("step",)
     ),
     Row(
         "multiplied on the small image", ("conv_fused",), _conv_upsampled,

@@ -117,7 +117,10 @@ def _moments_of_upsampled(f: Fusing, node: Node) -> Value | None:
 
 
 PREPARING = (
-    Row("q, k and v are one product", ("attention",), _packed_qkv, "unmeasured"),
+    Row(
+        "q, k and v are one product", ("attention",), _packed_qkv,
+        "1.3 % of an evaluation of diffusers' ddpm_cifar10 at 128 images (H100)"
+    ),
     Row("k and v are one product", ("attention",), _packed_kv, "unmeasured"),
     Row(
         "a norm reads the halves of a concat", ("norm_apply",), _norm_of_concat,

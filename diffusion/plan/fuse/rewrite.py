@@ -17,7 +17,7 @@ class Row:
     rewrite: Callable[["Fusing", Node], Value | None]
     # how much longer unet64 takes without it, on an H200 in bf16, or "unmeasured". "A pass" is
     # forward and backward by accelerate, "a step" one of train.py (`benchmarks.ablate rows=...`),
-    # both at commit aca892e where nothing else is said
+    # both at commit aca892e where nothing else is said; figures of an H100 are of commit 3a802e1
     earns: str
     when: tuple[str, ...] = ("train", "sample")  # and "step": rows of "train" apply there, too
 
