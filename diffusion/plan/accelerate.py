@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from triton_kernels import fused_ops
 from triton_kernels.runtime.device import describe, on_gpu
+from triton_kernels.runtime.library import once_differentiable
 
 from ..models.layers import Layer
 from .build import Plan, plan

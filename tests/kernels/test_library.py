@@ -180,12 +180,14 @@ def test_opcheck(case, device):
     + ["dropout", "denoise_loss"],
 )
 def test_twice_differentiated_raises(case, device):
-    x, *rest = _arguments(case, device)
-    y = _op_of(case)(x, *rest)
-    y = y[0] if isinstance(y, tuple) else y
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+    """Also where the incoming gradient is a constant, which has no graph to come back to."""
+    for loss in (torch.Tensor.square, torch.Tensor.clone):
+        x, *rest = _arguments(case, device)
+        y = _op_of(case)(x, *rest)
+        y = y[0] if isinstance(y, tuple) else y
+        (dx,) = torch.autograd.grad(loss(y).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            dx.sum().backward()
 
 
 def test_fake_tensors_are_not_launched_on(device):

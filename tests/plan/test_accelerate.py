@@ -251,6 +251,17 @@ def test_a_second_backward_and_changed_parameters_raise():
         y.backward()
 
 
+def test_a_gradient_penalty_raises():
+    """The penalty would be a constant, and the loss have a gradient without it."""
+    fast, x = accelerate(nn.Conv2d(3, 4, 3)), torch.randn(1, 3, 8, 8, requires_grad=True)
+    y = fast(x).sum()
+    (dx,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        (y + dx.square().sum()).backward()
+    (dw,) = torch.autograd.grad(fast(x).sum(), fast.weight, create_graph=True)
+    assert dw.isfinite().all()  # which nobody differentiates
+
+
 def test_ddp_of_two_processes(tmp_path):
     code, _, err = run("-m", "tests.plan.two_processes", str(tmp_path))
     assert code == 0, err

@@ -3,10 +3,9 @@ that validates."""
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..runtime.layout import autocast, check_nhwc
-from ..runtime.library import derivative, op
+from ..runtime.library import derivative, once_differentiable, op
 from .cross import cross_attention_bwd, cross_attention_fwd
 from .launch import attention_bwd, attention_fwd
 

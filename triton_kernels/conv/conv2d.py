@@ -18,12 +18,11 @@ gradient in `conv.weight_grad`.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..reductions.column_sum import column_sum, partials, sum_partials
 from ..registry.spec import precision_of
 from ..runtime.layout import DTYPES, autocast, check_nhwc, check_shape
-from ..runtime.library import derivative, op
+from ..runtime.library import derivative, once_differentiable, op
 from . import forward, weight_grad
 from .configs import ConvOperands, WgradOperands
 

@@ -6,14 +6,13 @@ from typing import NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..reductions.last_program import zero_counters
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import Spec, dtype_name
 from ..runtime.device import describe
-from ..runtime.library import derivative, op
+from ..runtime.library import derivative, once_differentiable, op
 from .checks import check_batch, check_output, check_process
 from .chunks import NUM_WARPS
 from .loss_kernels import denoise_loss_bwd_kernel, denoise_loss_fwd_kernel

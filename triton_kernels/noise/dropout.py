@@ -16,10 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..runtime.layout import check_nhwc
-from ..runtime.library import derivative, op
+from ..runtime.library import derivative, once_differentiable, op
 from .philox import BLOCK, DROPOUT, check_rng, philox_words
 
 _empty = torch.empty  # tests put a function here that returns NaNs

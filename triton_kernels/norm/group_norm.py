@@ -27,7 +27,6 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import reference
 from ..activations import check_activation
@@ -35,7 +34,7 @@ from ..registry.choose import select
 from ..registry.kernel import Op
 from ..runtime.device import describe
 from ..runtime.layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels
-from ..runtime.library import derivative, op
+from ..runtime.library import derivative, once_differentiable, op
 from .cluster import CLUSTER, CLUSTER_GRAD
 from .multi_pass import KEY, MULTI_PASS, MULTI_PASS_GRAD, Halves, Params, params_grad, spec_of
 from .single_program import SINGLE_PROGRAM, SINGLE_PROGRAM_GRAD

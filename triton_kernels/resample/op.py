@@ -18,12 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..reductions.row_sums import RowSums
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.layout import check_nhwc
-from ..runtime.library import derivative, op
+from ..runtime.library import derivative, once_differentiable, op
 from ..tf32 import as_operand
 
 _TILE = 2048  # coarse elements of a program: with four warps 16 a thread, loads of 16 bytes

@@ -5,7 +5,8 @@ An op has
     an implementation  launches kernels; its results share no memory with its arguments, and
                        arguments that it changes in place are named
     a fake             shapes, dtypes and strides of the results, for tracing
-    a derivative       an autograd.Function around the op; without one, results have no gradient
+    a derivative       an autograd.Function around the op; without one, results have no gradient.
+                       Its backward is `once_differentiable`
 
 Kernels are launched on the GPU of the tensors, even if it is not the current one (1.3 us more).
 
@@ -121,3 +122,30 @@ def derivative(of: Op) -> Callable[[type[Function]], type[Function]]:
         return function
 
     return register
+
+
+_NO_SECOND = (
+    b"this gradient cannot be differentiated again (create_graph=True, as for a gradient penalty):"
+    b" no kernel and no plan computes second derivatives. The layers of backend=torch have them,"
+    b" and so has a module without accelerate"
+)
+
+
+def once_differentiable(backward: Callable) -> Callable:
+    """Decorator of the backward of an autograd.Function whose gradients have no derivative: under
+    create_graph=True they raise where somebody differentiates them.
+
+    PyTorch's decorator of this name returns constants instead if the incoming gradient is one, as
+    that of y.sum() is, and a gradient penalty has no effect without a word."""
+
+    @wraps(backward)
+    def once(ctx, *dys):
+        with torch.no_grad():
+            grads = backward(ctx, *dys)
+        if not torch.is_grad_enabled():
+            return grads
+        grads = grads if isinstance(grads, tuple) else (grads,)
+        aliases = [None if g is None else g.detach().requires_grad_() for g in grads]
+        return torch._C._functions.DelayedError(_NO_SECOND, len(aliases))(*aliases)
+
+    return once
