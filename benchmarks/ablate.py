@@ -25,7 +25,6 @@ of the turns, written as they are measured. A kernel that an op cannot do withou
 
 import json
 import multiprocessing
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -37,9 +36,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import accelerated, goldens, harness
+from benchmarks import accelerated, goldens, harness, precompile
 from benchmarks.cases import images_of, meta_model
-from benchmarks.harness import OURS, ROOT, check_choice
+from benchmarks.harness import OURS, check_choice
 from benchmarks.papers import Case, rehearse
 from benchmarks.sampling import evaluation_step
 from benchmarks.steps import Step, build_step
@@ -49,7 +48,7 @@ from diffusion.plan.fuse.rows import ROWS, leaving_out
 from triton_kernels.registry import choose
 from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.compile_launches import compile_unclaimed
-from triton_kernels.runtime.device import Device, describe, without
+from triton_kernels.runtime.device import Device, without
 from triton_kernels.runtime.launch_recorder import rehearsal
 
 DEFAULTS = {
@@ -60,10 +59,9 @@ DEFAULTS = {
     "what": "train",
     "precision": "bf16",
     "turns": 5,
-    "processes": 12,
+    **precompile.SETTINGS,
     "gpu": "",
-    "device": "",  # of a process that rehearses and compiles, as `describe` has it
-    "report": "",  # its file
+    "report": "",  # the file of a process that compiles
 }
 _CALLS = 6  # in a row, of each turn
 _ALL = ""  # the variant that lacks nothing
@@ -81,17 +79,16 @@ def main(arguments: Sequence[str]) -> int:
         for (case, _), its in zip(asked, found, strict=True):
             report(case, its)
         return 0
-    if settings["device"]:
-        gpu = Device(*json.loads(settings["device"]))
+    if settings["compile_for"]:
+        gpu = precompile.chip_of(settings)
         found = rehearse_jobs(asked, gpu, settings["processes"], compiles=True)
         Path(settings["report"]).write_text(json.dumps(found))
         return 0
     device = harness.require_cuda()
-    with TemporaryDirectory() as folder:  # of a process that may not use CUDA
+    with TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "benchmarks.ablate", *arguments]
-        command += [f"device={json.dumps(describe(device))}", f"report={path}"]
-        subprocess.run(command, cwd=ROOT, check=True)
+        if precompile.start("benchmarks.ablate", arguments, device, f"report={path}").wait():
+            return 1  # it has said why
         found = json.loads(path.read_text())
     for (case, _), its in zip(asked, found, strict=True):
         report(case, its)

@@ -15,25 +15,20 @@ been found at most twice as far from the float32 module as the module in bf16 is
 """
 
 import copy
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import harness
-from benchmarks.harness import ROOT, Row, WrongResult, check_choice, relative_error
+from benchmarks import harness, precompile
+from benchmarks.harness import Row, WrongResult, check_choice, relative_error
 from benchmarks.papers import in_turns
 from benchmarks.steps import fused_adamw
 from diffusion.errors import ConfigError
 from diffusion.plan.accelerate import Accelerated
-from triton_kernels.runtime.compile_launches import compile_launches
-from triton_kernels.runtime.device import Device, describe, is_rehearsal
-from triton_kernels.runtime.launch_recorder import rehearsal
 
 _PLAIN = ("DownBlock2D",) * 4, ("UpBlock2D",) * 4
 NETWORKS = {
@@ -63,9 +58,8 @@ DEFAULTS = {
     "models": ("ddpm_cifar10", "butterflies"),
     "batch": (128, 16),
     "what": ("train", "evaluate"),
-    "processes": 12,
+    **precompile.SETTINGS,
     "out": "",
-    "gpu": "",  # of the process that compiles our kernels, as `describe` has it
 }
 _CHECKED = 4  # images
 _TIMESTEPS, _TOKENS, _WARM_UP = 1000, 77, 4
@@ -90,13 +84,10 @@ def main(arguments: Sequence[str]) -> int:
         check_choice("what", what, DEFAULTS["what"])
     if len(settings["batch"]) != len(settings["models"]):
         raise ConfigError(f"batch={settings['batch']}; expected as many numbers as models")
-    if settings["gpu"]:
-        compile_kernels(settings, Device(*json.loads(settings["gpu"])))
-        return 0
+    if settings["compile_for"]:
+        return precompile.compile_kernels(partial(rehearse, settings), settings)
     device = harness.require_cuda()
-    gpu = json.dumps(describe(device))
-    command = [sys.executable, "-m", "benchmarks.accelerated", *arguments, f"gpu={gpu}"]
-    compiling = subprocess.Popen(command, cwd=ROOT)
+    compiling = precompile.start("benchmarks.accelerated", arguments, device)
     harness.set_precision("bf16")
     cases = [
         (what, model, batch)
@@ -117,7 +108,7 @@ def build(model: str, device: torch.device) -> nn.Module:
 
     torch.manual_seed(0)
     made = UNet2DConditionModel if "cross_attention_dim" in NETWORKS[model] else UNet2DModel
-    if is_rehearsal():  # parameters that nobody draws
+    if harness.is_unwritten(device):  # parameters that nobody draws
         with torch.device("meta"):
             network = made(**NETWORKS[model])
         network = network.to_empty(device=device)
@@ -210,18 +201,14 @@ def compiled(what: str, model: str, batch: int, device: torch.device) -> Callabl
     return captured(runner(what, model, batch, device, lambda network: network, compiler))
 
 
-def compile_kernels(settings: dict, gpu: Device) -> None:
-    """All that ours launches, over memory that nobody reads. This process does not use CUDA."""
-    torch.set_num_threads(1)
+def rehearse(settings: dict) -> None:
+    """Ask for all that ours launches, over memory that nobody reads."""
     host = torch.device("cpu")
-    with rehearsal(gpu) as launches:
-        for model, batch in zip(settings["models"], settings["batch"], strict=True):
-            network = Accelerated(build(model, host))
-            _output_and_gradient(network, *inputs(model, _CHECKED, host), low=True)
-            for what in settings["what"]:
-                runner(what, model, batch, host, Accelerated)()
-    count = sum(1 for _ in compile_launches(launches, gpu.arch, settings["processes"]))
-    print(f"{count} kernels compiled", flush=True)
+    for model, batch in zip(settings["models"], settings["batch"], strict=True):
+        network = Accelerated(build(model, host))
+        _output_and_gradient(network, *inputs(model, _CHECKED, host), low=True)
+        for what in settings["what"]:
+            runner(what, model, batch, host, Accelerated)()
 
 
 def _output_and_gradient(

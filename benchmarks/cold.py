@@ -51,17 +51,13 @@ class Cold:
         assert op in OPS
         size = spec.taps * spec.k * spec.c * spec.itemsize
         count = min(max(math.ceil(_BYTES / size), _FEWEST), _MOST)
-        shape, scale = (spec.c, spec.r, spec.s, spec.k), math.sqrt(spec.taps * spec.k)
         self.op, self.spec = op, spec
-        self.x = self._drawn(device, spec.n, spec.h, spec.w, spec.k)
+        self.x = harness.drawn(device, spec.n, spec.h, spec.w, spec.k, dtype=torch.bfloat16)
+        filters = spec.c, spec.r, spec.s, spec.k
         self.filters = [
-            (self._drawn(device, *shape) / scale).permute(0, 3, 1, 2) for _ in range(count)
+            harness.drawn_filters(device, *filters, dtype=torch.bfloat16) for _ in range(count)
         ]
         self.bias = torch.zeros(spec.c, device=device)
-
-    @staticmethod
-    def _drawn(device: torch.device, *shape: int) -> Tensor:
-        return torch.randn(shape, device=device).to(torch.bfloat16)
 
     def __call__(self, config: tuple, filters: int = 0) -> Tensor:
         """[N, H, W, C], of one set of filters; of parts [N, C, H * W]."""

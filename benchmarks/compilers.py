@@ -1,4 +1,9 @@
-"""Processes that compile ahead of a run, each what it is asked for next."""
+"""Processes that compile what a benchmark times: the same benchmark, with one setting more.
+
+- `Compilers` are told the number of what each compiles next: steps and ops of PyTorch, too.
+- `run_shares` gives each process its share: where one launch says what the next one is.
+- `benchmarks.precompile` compiles kernels of ours without a GPU.
+"""
 
 import os
 import subprocess
@@ -9,6 +14,27 @@ from threading import Condition, Thread
 
 _ROOT = Path(__file__).resolve().parents[1]
 _NICENESS = 5  # what is timed goes first
+
+
+def command(module: str, arguments: Sequence[str], *more: str) -> list[str]:
+    """What starts a benchmark once more, with more settings; within `tests.kernels.other_chip` if
+    this process is."""
+    started = sys.orig_argv
+    before = started[1 : started.index(module)] if module in started else ["-m"]
+    return [sys.executable, *before, module, *arguments, *more]
+
+
+def run_shares(module: str, arguments: Sequence[str], processes: int) -> None:
+    """Run `module` with part=0, 1, 2, ... side by side, to compile what will be timed. Whatever
+    does not get compiled by them is compiled later."""
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    again = command(module, arguments, f"processes={processes}")
+    shares = [
+        subprocess.Popen([*again, f"part={part}"], cwd=_ROOT, env=environment)
+        for part in range(processes)
+    ]
+    if failed := sum(share.wait() != 0 for share in shares):
+        print(f"! {failed} of {processes} compiling processes failed")
 
 
 class Compilers:

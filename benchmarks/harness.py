@@ -3,6 +3,7 @@
 import csv
 import difflib
 import gc
+import math
 import os
 import statistics
 import subprocess
@@ -22,6 +23,7 @@ from torch import Tensor
 from diffusion.errors import ConfigError
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.runtime.cache_keys import settle_cache_folder
+from triton_kernels.runtime.device import is_rehearsal
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -307,21 +309,6 @@ def run_entry(main: Callable[[list[str]], int]) -> NoReturn:
         sys.exit(2)
 
 
-def run_shares(module: str, arguments: Sequence[str], processes: int) -> None:
-    """Run `python -m module ... part=0`, 1, 2, ... side by side, to compile what will be timed.
-    Whatever does not get compiled by them is compiled later."""
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    started = sys.orig_argv  # perhaps within `tests.kernels.other_chip`, and so are the shares
-    before = started[1 : started.index(module)] if module in started else ["-m"]
-    command = [sys.executable, *before, module, *arguments, f"processes={processes}"]
-    shares = [
-        subprocess.Popen([*command, f"part={part}"], cwd=ROOT, env=environment)
-        for part in range(processes)
-    ]
-    if failed := sum(share.wait() != 0 for share in shares):
-        print(f"! {failed} of {processes} compiling processes failed")
-
-
 # --- checks ---------------------------------------------------------------------------------------
 
 
@@ -360,6 +347,28 @@ def poison_free_memory(size: int, device: torch.device) -> None:
     no program writes does not look right by chance."""
     blocks = [torch.full((size // 4,), torch.nan, device=device) for _ in range(2)]
     del blocks
+
+
+def is_unwritten(device: torch.device) -> bool:
+    """Whether what is on this device stands for what is on a GPU. Within `tests.kernels.other_chip`
+    a GPU stands for another, and computes."""
+    return is_rehearsal() and device.type == "cpu"
+
+
+def drawn(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal random numbers; in a dry run memory that nobody writes."""
+    if is_unwritten(device):
+        return torch.empty(shape, device=device, dtype=dtype)
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def drawn_filters(
+    device: torch.device, c: int, r: int, s: int, k: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """[C, K, R, S] in channels_last memory, of which a product is as large as what it is of."""
+    weight = drawn(device, c, r, s, k, dtype=dtype)
+    weight = weight if is_unwritten(device) else weight / math.sqrt(r * s * k)
+    return weight.permute(0, 3, 1, 2)
 
 
 # --- timing ---------------------------------------------------------------------------------------

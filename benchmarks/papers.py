@@ -20,20 +20,20 @@ baseline and times both in turns, each as one CUDA graph. A row is written as so
 known. As `benchmarks.train_step`, ours also clips, keeps an EMA and draws a new batch.
 """
 
-import json
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from triton.runtime.jit import JITFunction
 
-from benchmarks import harness
+from benchmarks import harness, precompile
 from benchmarks.cases import IMAGES, images_of, meta_model
 from benchmarks.harness import OURS, ROOT, Row, Timing, WrongResult, check_choice
 from benchmarks.sampling import check_network, evaluation_step, shape_of
@@ -42,16 +42,12 @@ from benchmarks.steps import (
     build_step,
     check_ours,
     our_model,
-    our_step,
     random_labels,
     rehearse_check,
+    rehearse_step,
 )
 from diffusion.errors import ConfigError
 from diffusion.plan.inference import sampling_network
-from diffusion.runtime.distributed import Processes
-from triton_kernels.runtime.compile_launches import compile_launches
-from triton_kernels.runtime.device import Device, describe
-from triton_kernels.runtime.launch_recorder import rehearsal
 
 # images that one GPU has in a step
 _BATCHES = {
@@ -73,9 +69,8 @@ DEFAULTS = {
     "precision": ("bf16",),
     "evaluate": (1, 16, 64),
     "minutes": 10.0,
-    "processes": 12,
+    **precompile.SETTINGS,
     "out": "",
-    "gpu": "",  # of the process that compiles our kernels, as `describe` has it
     "case": -1,  # the number of the case that a process times
 }
 _TURNS, _CALLS = 5, 6  # of each: turns, and calls in a row
@@ -107,14 +102,13 @@ class Case(NamedTuple):
 def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
     cases = choose_cases(settings)
-    if settings["gpu"]:
-        compile_kernels(cases, Device(*json.loads(settings["gpu"])), settings["processes"])
-        return 0
+    if settings["compile_for"]:
+        return precompile.compile_kernels(partial(rehearse_all, cases), settings)
     device = harness.require_cuda()
     folder = Path(settings["out"] or harness.RESULTS)
     if settings["case"] >= 0:
         return time_case(cases[settings["case"]], device, folder)
-    return run_all(cases, arguments, settings)
+    return run_all(cases, arguments, settings, device)
 
 
 def choose_cases(settings: dict) -> list[Case]:
@@ -185,7 +179,9 @@ class _Child:
         self._reader.join(5)
 
 
-def run_all(cases: Sequence[Case], arguments: Sequence[str], settings: dict) -> int:
+def run_all(
+    cases: Sequence[Case], arguments: Sequence[str], settings: dict, device: torch.device
+) -> int:
     """Start everything, wait until it is compiled, let one after the other be timed. 1 if a case
     has no row."""
     began = time.monotonic()
@@ -193,17 +189,13 @@ def run_all(cases: Sequence[Case], arguments: Sequence[str], settings: dict) -> 
     end = began + seconds
     compiled_by = end - min(_LAST * max(2, len(cases)), _TIMED * seconds)
     os.environ.setdefault("BENCHMARK_RUN", harness.provenance().run)
-    gpu = json.dumps(describe(torch.device("cuda", 0)))
-    command = [sys.executable, "-m", "benchmarks.papers", *arguments, f"gpu={gpu}"]
-    compiling = subprocess.Popen(command, cwd=ROOT)
+    compiling = precompile.start("benchmarks.papers", arguments, device)
     children = [_Child(i, case, arguments) for i, case in enumerate(cases)]
     missing = 0
     try:
         for wait in (compiling.wait, *(child.ready.wait for child in children)):
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 wait(timeout=max(0.1, compiled_by - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                pass
         print(f"compiled, or given up, after {time.monotonic() - began:.0f} s", flush=True)
         compiling.kill()  # nothing else runs while something is timed
         for child in children:
@@ -226,36 +218,22 @@ def run_all(cases: Sequence[Case], arguments: Sequence[str], settings: dict) -> 
 # --- a process that compiles our kernels ----------------------------------------------------------
 
 
-def compile_kernels(cases: Sequence[Case], gpu: Device, processes: int) -> None:
-    """Rehearse every case, and compile what it launches. This process does not use CUDA."""
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    with rehearsal(gpu) as launches:
-        for case in cases:
-            rehearse(case)
-    launches.sort(key=lambda launch: type(launch.kernel) is JITFunction)  # Gluon's take long
-    print(f"{len(launches)} kernels, known after {time.monotonic() - began:.0f} s", flush=True)
-    done = 0
-    try:
-        for _ in compile_launches(launches, gpu.arch, processes):
-            done += 1
-    except RuntimeError as error:  # the case that needs it will say so
-        print(f"! {error}", flush=True)
-    print(f"{done} kernels compiled after {time.monotonic() - began:.0f} s", flush=True)
+def rehearse_all(cases: Sequence[Case]) -> None:
+    """What a process launches that compiles our kernels for the others."""
+    for case in cases:
+        rehearse(case)
 
 
 def rehearse(case: Case, checked: bool = True) -> None:
     """Ask for all that a case launches, with parameters that nobody draws; `checked`: and what
     checks it."""
-    images, host = images_of(case.model), torch.device("cpu")
-    network = our_model(case.model, case.precision, torch.device("meta")).to_empty(device=host)
     if case.kind == "train":
-        step = our_step(network, case.batch, images.size, host, Processes(None)).plain
-        for k in range(2):  # the second finds memory that the first has made
-            step(k)
+        rehearse_step(case.model, case.precision, case.batch)
         if checked:
             rehearse_check(case.model, case.precision, _CHECKED)
         return
+    images, host = images_of(case.model), torch.device("cpu")
+    network = our_model(case.model, case.precision, torch.device("meta")).to_empty(device=host)
     plan = sampling_network(network.eval())
     labels = random_labels(network.num_classes, case.batch, host)
     tables = plan.tabulate(torch.tensor([500]), labels, case.batch)

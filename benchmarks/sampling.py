@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from benchmarks import harness
 from benchmarks.cases import Images, images_of, meta_model
+from benchmarks.compilers import run_shares
 from benchmarks.harness import OURS, Row, Timing, WrongResult, check_choice
 from benchmarks.steps import Step, baseline_model, our_model, random_labels, settings_of
 from diffusion.factory import make_sampler
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
             run_task(task, model, device, 0.0, compile_only=True)
         return 0
     if parts:
-        harness.run_shares("benchmarks.sampling", arguments, parts)
+        run_shares("benchmarks.sampling", arguments, parts)
     origin, wrong = harness.provenance(), 0
     folder = Path(settings["out"] or harness.RESULTS)
     for task in tasks:

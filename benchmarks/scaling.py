@@ -11,6 +11,7 @@
     ctas=0           at most so many thread blocks a sum; 0: as NCCL chooses
     providers=triton,compile   ours, and torch.compile of the PyTorch baseline under
                      DistributedDataParallel
+    processes=12     that compile our kernels first; 0: none
     out=             a folder for the CSV; default benchmarks/results
 
 Every process times the step by itself, all at the same time, and then with the sum of the gradients
@@ -30,10 +31,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import harness
+from benchmarks import harness, precompile
 from benchmarks.cases import meta_model
 from benchmarks.harness import OURS, Provenance, Row, Timing
-from benchmarks.steps import Step, Wrap, build_step, our_model, our_step
+from benchmarks.steps import Step, Wrap, build_step, our_model, our_step, rehearse_step
 from diffusion.errors import ConfigError
 from diffusion.runtime.distributed import Processes, choose_device
 from diffusion.training.gradient_sum import BUCKET
@@ -47,6 +48,7 @@ DEFAULTS = {
     "buckets": (16,),
     "ctas": (0,),
     "providers": ("triton", "compile"),
+    **precompile.SETTINGS,
     "out": "",
 }
 _HEADER = ("provider", "batch a GPU", "GPUs", "sum", "ms", "p20", "p80", "images/s", "efficiency %")
@@ -57,6 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     harness.check_choice("precision", settings["precision"], ("bf16", "tf32", "fp32"))
     for provider in settings["providers"]:
         harness.check_choice("providers", provider, DEFAULTS["providers"])
+    if settings["compile_for"]:
+        return precompile.compile_kernels(partial(rehearse, settings), settings)
     harness.require_cuda()
     device = choose_device("cuda")
     processes = Processes(device)
@@ -65,6 +69,9 @@ def main(arguments: Sequence[str]) -> int:
             "one process has nothing to scale to; start it as"
             " torchrun --nproc-per-node=2 -m benchmarks.scaling"
         )
+    if settings["processes"] and processes.is_first:
+        precompile.start("benchmarks.scaling", arguments, device).wait()
+    dist.barrier()
     table = Table(settings, harness.provenance())
     measure = {"triton": _time_ours, "compile": _time_compiled}
     for provider in settings["providers"]:
@@ -74,6 +81,12 @@ def main(arguments: Sequence[str]) -> int:
         print(f"\n{table}", flush=True)
     processes.close()
     return 0
+
+
+def rehearse(settings: dict) -> None:
+    """Ask for all that ours launches: what sums gradients over processes is no kernel of ours."""
+    for batch in settings["batch"] if OURS in settings["providers"] else ():
+        rehearse_step(settings["model"], settings["precision"], batch, settings["size"])
 
 
 def _time_ours(

@@ -284,6 +284,15 @@ def torch_step(
     return Step(run, captured)
 
 
+def rehearse_step(model: str, precision: str, batch: int, size: int | None = None) -> None:
+    """Ask for what our step launches, with parameters that nobody has written."""
+    host = torch.device("cpu")
+    network = our_model(model, precision, torch.device("meta"), size).to_empty(device=host)
+    step = our_step(network, batch, network.image_size[0], host, Processes(None)).plain
+    for k in range(2):  # the second finds memory that the first has made
+        step(k)
+
+
 def rehearse_check(model: str, precision: str, batch: int, size: int | None = None) -> None:
     """Ask for what `check_ours` launches, over memory that nobody has written."""
     network = our_model(model, precision, torch.device("meta"), size).to_empty(device="cpu")
@@ -309,7 +318,7 @@ def _output_and_gradient(network: UNet, x: Tensor, dy: Tensor, t: Tensor) -> tup
 
 
 def check_ours(
-    model: str, precision: str, device: torch.device, batch: int = 8, size: int | None = None
+    model: str, precision: str, device: torch.device, batch: int, size: int | None = None
 ) -> tuple[float, float]:
     """Raise WrongResult unless the output and the gradient of what we train with are at most twice
     as far from the float32 baseline as the reference ops in that precision are; without dropout,

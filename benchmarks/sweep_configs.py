@@ -4,7 +4,7 @@ layers of models that people train.
     python -m benchmarks.sweep_configs [key=value ...]
 
     out=sweep.jsonl     a line for each: op, spec, GPU, kernel, config, microseconds
-    processes=16        that compile side by side, first
+    processes=12        that compile first; 0: none
     compiling=100       seconds that they have
     timing=60           seconds after that
     shapes=0            so many of the layers and batches; 0: all
@@ -22,19 +22,20 @@ where they can compute a layer, also where nobody has measured that they pay.
 """
 
 import json
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from benchmarks import harness, sweep_norms
+from benchmarks import harness, precompile, sweep_norms
 from benchmarks.cold import Cold
+from benchmarks.harness import drawn, drawn_filters
 from triton_kernels.attention import attention_fwd
 from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD
 from triton_kernels.attention.launch import attention_bwd
@@ -62,17 +63,17 @@ from triton_kernels.registry.choose import listed
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.search import agree, time_call
 from triton_kernels.registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec
+from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import Device, describe
 
 DEFAULTS = {
     "out": "sweep.jsonl",
-    "processes": 16,
+    **precompile.SETTINGS,
     "compiling": 100,
     "timing": 60,
     "shapes": 0,
     "passes": ("forward", "input_grad", "weight_grad", "skip_dx", "split", "few"),
     "layers": ("mixed", "small", "wide", "pointwise", "odd", "narrow"),
-    "part": -1,  # the share of a compiling process
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 OF_FEW = {"split": CONV_SPLIT, "few": CONV_FEW}
@@ -357,16 +358,12 @@ def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor
         return Cold(op, spec, device)
     if isinstance(spec, NormSpec):
         return sweep_norms.runner(op, spec, device)
-
-    def drawn(*shape: int) -> Tensor:
-        x = torch.randn(shape, device=device)
-        return x if spec.itemsize == 4 else x.to(torch.bfloat16)
-
     if op is SKIP_DX:
-        return _skip_runner(spec, drawn, device)
+        return _skip_runner(spec, device)
+    dtype = torch.float32 if spec.itemsize == 4 else torch.bfloat16
     n, h, w, (co, ci) = spec.n, spec.h, spec.w, spec.of_filters
-    x, dy = drawn(n, h, w, ci), drawn(n, h, w, co)
-    weight = drawn(co, spec.r, spec.s, ci).permute(0, 3, 1, 2) / math.sqrt(spec.taps * ci)
+    x, dy = (drawn(device, n, h, w, channels, dtype=dtype) for channels in (ci, co))
+    weight = drawn_filters(device, co, spec.r, spec.s, ci, dtype=dtype)
     if op is FORWARD:
         bias = torch.zeros(co, device=device)
         return lambda c: conv_forward(x, weight, bias, stats=True, config=c)[0]
@@ -384,14 +381,15 @@ def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor
     return weight_grad
 
 
-def _skip_runner(
-    spec: ConvSpec, drawn: Callable[..., Tensor], device: torch.device
-) -> Callable[[tuple], Tensor]:
+def _skip_runner(spec: ConvSpec, device: torch.device) -> Callable[[tuple], Tensor]:
+    def of(height: int, width: int, channels: int) -> Tensor:
+        return drawn(device, spec.n, height, width, channels, dtype=torch.bfloat16)
+
     n, h, w, c1 = spec.n, spec.h, spec.w, spec.first
-    dy, dz = drawn(n, h, w, spec.k), drawn(n, h, w, spec.c)
-    weight = drawn(spec.k, spec.c, 1, 1) / math.sqrt(spec.k)
+    dy, dz = of(h, w, spec.k), of(h, w, spec.c)
+    weight = drawn_filters(device, spec.k, 1, 1, spec.c, dtype=torch.bfloat16)
     factor = 2 if spec.upsampled else 1
-    x1, x2 = drawn(n, h // factor, w // factor, c1), drawn(n, h, w, spec.c - c1)
+    x1, x2 = of(h // factor, w // factor, c1), of(h, w, spec.c - c1)
     coeff = torch.ones((n, 3, spec.c), device=device)
     given = {"upsample1": bool(spec.upsampled)}
     return lambda c: skip_dx(dy, weight, dz, x1, x2, coeff, config=c, **given)[0]
@@ -399,7 +397,8 @@ def _skip_runner(
 
 def _attention_runner(spec: AttentionSpec, device: torch.device) -> Callable[[tuple], Tensor]:
     """Each head is a sample's only one."""
-    qkv, do = (torch.randn(spec.n, spec.t, k * spec.d, device=device).bfloat16() for k in (3, 1))
+    shape = spec.n, spec.t
+    qkv, do = (drawn(device, *shape, k * spec.d, dtype=torch.bfloat16) for k in (3, 1))
     options = 1, "qkv_heads", False
     if not spec.grad:
         return lambda c: attention_fwd(qkv, *options, c)[0]
@@ -413,50 +412,29 @@ def main(arguments: Sequence[str]) -> int:
         harness.check_choice("passes", name, tuple(OPS))
     for name in settings["layers"]:
         harness.check_choice("layers", name, tuple(LAYERS))
-    device = harness.require_cuda()
     jobs = specs(settings["passes"], settings["layers"])
     jobs = jobs[: settings["shapes"] or len(jobs)]
-    if settings["part"] >= 0:
-        _compile(jobs, device, settings)
-        return 0
+    if settings["compile_for"]:
+        rehearsed = partial(rehearse, jobs, precompile.chip_of(settings))
+        return precompile.compile_kernels(rehearsed, settings)
+    device = harness.require_cuda()
     if settings["processes"]:
-        harness.run_shares("benchmarks.sweep_configs", arguments, settings["processes"])
+        process = precompile.start("benchmarks.sweep_configs", arguments, device)
+        precompile.await_compiled(process, settings["compiling"])
     _time_all(jobs, device, settings)
     return 0
 
 
-def _compile(jobs: list[tuple[str, Spec]], device: torch.device, settings: dict) -> None:
-    """A process's share: what is compiled alike falls to the same process."""
-    end = time.monotonic() + settings["compiling"]
-    gpu, part, parts = describe(device), settings["part"], settings["processes"]
+def rehearse(jobs: Sequence[tuple[str, Spec]], gpu: Device) -> None:
+    """Ask for every configuration of every job."""
     for name, spec in jobs:
-        mine = [
-            config
-            for kernel, config in candidates(OPS[name], spec, gpu)
-            if crc32(f"{name} {kernel} {_compiled(config)} {_sizes(spec)}".encode()) % parts == part
-        ]
-        run = runner(OPS[name], spec, device) if mine else None
-        for config in mine:
-            if time.monotonic() > end:
-                return
-            try:
+        run = runner(OPS[name], spec, torch.device("cpu"))
+        for _, config in candidates(OPS[name], spec, gpu):
+            with suppress(Exception):  # whatever a launcher raises; it is said when it is timed
                 run(config)
-            except Exception as error:  # whatever a compiler raises; it is said when it is timed
-                print(f"! {config}: {type(error).__name__}")
-        del run
-        harness.release_memory()
-
-
-def _sizes(spec: Spec) -> tuple[int, int]:
-    """Of a layer, that kernels are compiled for."""
-    if isinstance(spec, NormSpec):
-        return sum(spec.tiles), spec.c
-    return (spec.t, spec.d) if isinstance(spec, AttentionSpec) else (spec.h, spec.r)
-
-
-def _compiled(config: tuple) -> tuple:
-    """What a kernel is compiled for: the number of parts of a sum is no part of it."""
-    return getattr(config, "tile", config)
+                if isinstance(run, Cold):  # it is timed so
+                    with dependent_launches():
+                        run(config)
 
 
 def _time_all(jobs: list[tuple[str, Spec]], device: torch.device, settings: dict) -> None:

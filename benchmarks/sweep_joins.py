@@ -3,7 +3,7 @@
     python -m benchmarks.sweep_joins [key=value ...]
 
     out=joins.jsonl     a line for each: what, spec, GPU, way, microseconds
-    processes=16        that compile side by side, first
+    processes=12        that compile first; 0: none
     timing=60           seconds after that
     what=norm,means,upsample
                         norm: a convolution and the norm behind it, as in an evaluation, in parts
@@ -18,18 +18,18 @@ Nothing is in the L2 cache.
 """
 
 import json
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import harness, precompile
+from benchmarks.harness import drawn, drawn_filters
 from triton_kernels.conv.conv_avg_pool import CONV_MEANS, conv_means
 from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from triton_kernels.conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
@@ -56,10 +56,9 @@ from triton_kernels.runtime.device import Device, describe
 
 DEFAULTS = {
     "out": "joins.jsonl",
-    "processes": 16,
+    **precompile.SETTINGS,
     "timing": 60,
     "what": ("norm", "means", "upsample"),
-    "part": -1,  # the share of a compiling process
 }
 Ways = dict[str, Callable[[], Tensor]]
 _GROUPS, _EPS = 32, 1e-5
@@ -114,18 +113,13 @@ def jobs(what: Sequence[str]) -> list[tuple[str, ConvSpec]]:
 def ways(what: str, spec: ConvSpec, device: torch.device) -> Ways:
     """What computes it, by name."""
     gpu = describe(device)
-    x = _drawn(device, spec.n, spec.h, spec.w, spec.k)
-    shape = spec.c, spec.r, spec.s, spec.k
-    exact = (torch.randn(shape, device=device) / math.sqrt(spec.taps * spec.k)).permute(0, 3, 1, 2)
+    x = drawn(device, spec.n, spec.h, spec.w, spec.k, dtype=torch.bfloat16)
+    exact = drawn_filters(device, spec.c, spec.r, spec.s, spec.k)
     weight = exact.to(torch.bfloat16, memory_format=torch.channels_last)
     bias = torch.zeros(spec.c, device=device)
     if what == "upsample":
         return _upsampling(spec, x, exact, weight, bias, gpu)
     return (_before_means if what == "means" else _before_a_norm)(x, weight, bias, gpu)
-
-
-def _drawn(device: torch.device, *shape: int) -> Tensor:
-    return torch.randn(shape, device=device).to(torch.bfloat16)
 
 
 def _before_a_norm(x: Tensor, weight: Tensor, bias: Tensor, gpu: Device) -> Ways:
@@ -178,7 +172,7 @@ def _upsampling(
 ) -> Ways:
     n, h, w, k = x.shape
     c = spec.c
-    large, dy = (n, 2 * h, 2 * w, k), _drawn(x.device, n, 2 * h, 2 * w, c)
+    large, dy = (n, 2 * h, 2 * w, k), drawn(x.device, n, 2 * h, 2 * w, c, dtype=torch.bfloat16)
     filters = upsampled_filters(exact, k, x.dtype)
 
     def anew() -> Tensor:
@@ -201,22 +195,24 @@ def _upsampling(
     return found
 
 
+def rehearse(found: Sequence[tuple[str, ConvSpec]]) -> None:
+    """Ask for every way of every job."""
+    for what, spec in found:
+        for run in ways(what, spec, torch.device("cpu")).values():
+            with dependent_launches():
+                run()
+
+
 def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
     for what in settings["what"]:
         harness.check_choice("what", what, DEFAULTS["what"])
-    device = harness.require_cuda()
     found = jobs(settings["what"])
-    part, parts = settings["part"], settings["processes"]
-    if part >= 0:
-        for what, spec in found:
-            if crc32(f"{what} {spec}".encode()) % parts == part:
-                for run in ways(what, spec, device).values():
-                    with dependent_launches():
-                        run()
-        return 0
-    if parts:
-        harness.run_shares("benchmarks.sweep_joins", arguments, parts)
+    if settings["compile_for"]:
+        return precompile.compile_kernels(partial(rehearse, found), settings)
+    device = harness.require_cuda()
+    if settings["processes"]:
+        precompile.start("benchmarks.sweep_joins", arguments, device).wait()
     start, gpu = time.monotonic(), describe(device)
     with Path(settings["out"]).open("w") as out:
         for done, (what, spec) in enumerate(found):

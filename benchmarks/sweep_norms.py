@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from benchmarks.harness import drawn
 from triton_kernels.norm.from_partials import NORM_OF_SUMS, norm_of_sums
 from triton_kernels.norm.inline_statistics import (
     NORM_APPLY,
@@ -50,14 +51,10 @@ def specs(name: str) -> list[NormSpec]:
 
 def runner(op: Op, spec: NormSpec, device: torch.device) -> Callable[[tuple], Tensor]:
     """What computes it with a configuration, on random numbers."""
-
-    def drawn(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device)
-
     n, h, w, c = spec.n, spec.h, spec.w, spec.c
-    x, dz = (drawn(n, h, w, c).to(torch.bfloat16) for _ in range(2))
-    partials = drawn(n, *spec.tiles, 2, c).abs()
-    weight, bias, grad = drawn(c), drawn(c), torch.zeros(2 * c, device=device)
+    x, dz = (drawn(device, n, h, w, c, dtype=torch.bfloat16) for _ in range(2))
+    partials = drawn(device, n, *spec.tiles, 2, c).abs()
+    weight, bias, grad = drawn(device, c), drawn(device, c), torch.zeros(2 * c, device=device)
     rest = (spec.pixels,), spec.groups, weight, bias, _EPS, spec.activation
     table = norm_table((partials,), *rest[:-1])  # a group has one mean, and one deviation
     out = torch.empty_like(dz)

@@ -9,25 +9,38 @@
     providers=...    any of {triton,eager,compile,autotune}-{bf16,tf32,fp32}
     modes=plain,graph   launched from Python, and as one CUDA graph
     deterministic=0  1: as train.deterministic, PyTorch's kernels have to give the same bits twice
+    processes=12     that compile our kernels first, and at most that compile PyTorch's; 0: none
+    warm=0           1: compile, and time nothing
     out=             a folder for the CSV and the table; default benchmarks/results
 
 Ours is timed only after its output and gradients have been compared with the float32 baseline. All
 providers are timed at the first batch size before any at the second, and everything is written
-after every measurement: a run may be cut short. What compiles for minutes is better compiled by
-`benchmarks.warm` before. Memory of two batch sizes says which batch the GPU has room for.
+after every measurement: a run may be cut short. What is compiled first stays in the caches of
+Triton and Inductor (TRITON_CACHE_DIR, TORCHINDUCTOR_CACHE_DIR). Memory of two batch sizes says
+which batch the GPU has room for.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, precompile
 from benchmarks.cases import meta_model
+from benchmarks.compilers import Compilers, command, serve
 from benchmarks.harness import OURS, Provenance, Row, WrongResult, check_choice, rates_of
-from benchmarks.steps import PROVIDERS, Step, build_step, check_ours
+from benchmarks.steps import (
+    PROVIDERS,
+    Step,
+    build_step,
+    check_ours,
+    rehearse_check,
+    rehearse_step,
+)
 from diffusion.runtime.backend import require_determinism
 
 DEFAULTS = {
@@ -38,9 +51,14 @@ DEFAULTS = {
     "providers": ("compile-bf16", "triton-bf16", "eager-bf16", "eager-tf32", "eager-fp32"),
     "modes": ("plain", "graph"),
     "deterministic": 0,
+    **precompile.SETTINGS,
+    "warm": 0,
+    "compiler": 0,  # 1: a process that compiles PyTorch's steps for another
     "out": "",
 }
 _WARM_UP, _MIN_STEPS, _SECONDS = 3, 3, 3.0
+_CHECKED = 8  # images
+_TOGETHER = 8  # steps of PyTorch that are compiled at once: all of them have memory on the GPU
 _GIB = 2**30
 
 
@@ -61,10 +79,19 @@ def main(arguments: Sequence[str]) -> int:
         check_choice("providers", provider, PROVIDERS)
     for mode in settings["modes"]:
         check_choice("modes", mode, ("plain", "graph"))
-    table = Table(settings, harness.provenance())
+    if settings["compile_for"]:
+        return precompile.compile_kernels(partial(rehearse, settings), settings)
     device = harness.require_cuda()
     if settings["deterministic"]:
         require_determinism()
+    if settings["compiler"]:
+        serve(partial(compile_step, settings, device))
+        return 0
+    if settings["processes"]:
+        compile_all(settings, arguments, device)
+    if settings["warm"]:
+        return 0
+    table = Table(settings, harness.provenance())
     modes = dict.fromkeys(checked(settings, device, table), settings["modes"])
     for batch in settings["batch"]:
         for provider in modes:
@@ -76,6 +103,47 @@ def main(arguments: Sequence[str]) -> int:
     return int(len(table.notes) > 0)
 
 
+def compile_all(settings: dict, arguments: Sequence[str], device: torch.device) -> None:
+    """What is about to be timed: our kernels, and beside them the steps of PyTorch."""
+    began, module = time.perf_counter(), "benchmarks.train_step"
+    ours = precompile.start(module, arguments, device)
+    numbers = range(len(compiled_steps(settings)))
+    again = command(module, arguments, "compiler=1")
+    count = min(settings["processes"], _TOGETHER)
+    with closing(Compilers(again, count, numbers)) as theirs:
+        for number in numbers:
+            theirs.next_ready([number])
+    ours.wait()
+    print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def rehearse(settings: dict) -> None:
+    """Ask for all that ours launches."""
+    for provider in settings["providers"]:
+        kind, precision = provider.split("-")
+        if kind == OURS:
+            rehearse_check(settings["model"], precision, _CHECKED, settings["size"])
+            for batch in settings["batch"]:
+                rehearse_step(settings["model"], precision, batch, settings["size"])
+
+
+def compiled_steps(settings: dict) -> list[tuple[str, int]]:
+    """The providers that torch.compile compiles, at each batch size."""
+    compiled = [p for p in settings["providers"] if p.split("-")[0] in ("compile", "autotune")]
+    return [(provider, batch) for batch in settings["batch"] for provider in compiled]
+
+
+def compile_step(settings: dict, device: torch.device, number: int) -> None:
+    """Leave it in Inductor's cache. Errors are for the run to report."""
+    provider, batch = compiled_steps(settings)[number]
+    torch._dynamo.reset()
+    try:
+        build_step(provider, settings["model"], batch, device, settings["size"]).plain(0)
+    except Exception as error:  # whatever a compiler raises
+        print(f"! {provider}, batch {batch}: {harness.reason(error)}", flush=True)
+    harness.release_memory()
+
+
 def checked(settings: dict, device: torch.device, table: "Table") -> list[str]:
     """The providers without those of ours that are wrong."""
     right = []
@@ -83,7 +151,8 @@ def checked(settings: dict, device: torch.device, table: "Table") -> list[str]:
         if provider.startswith(OURS):
             precision = provider.split("-")[1]
             try:
-                errors = check_ours(settings["model"], precision, device, size=settings["size"])
+                model, size = settings["model"], settings["size"]
+                errors = check_ours(model, precision, device, _CHECKED, size)
             except WrongResult as error:
                 table.add([], [f"{provider} is wrong and not timed: {error}"])
                 continue

@@ -27,6 +27,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.cases import OPS
+from benchmarks.compilers import run_shares
 from benchmarks.harness import check_choice
 from benchmarks.run import DEFAULTS as RUN_DEFAULTS
 from benchmarks.run import select
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
     with writing(path):
         rows.save([], path)  # before it takes minutes to find out that this cannot be done
     if parts:
-        harness.run_shares("benchmarks.tune", arguments, parts)
+        run_shares("benchmarks.tune", arguments, parts)
     with search(only=settings["only"]) as found:
         try:
             for _ in _walk(settings, device):

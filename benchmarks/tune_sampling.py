@@ -21,6 +21,7 @@ from unittest import mock
 import torch
 
 from benchmarks import harness
+from benchmarks.compilers import run_shares
 from benchmarks.steps import our_model
 from benchmarks.tune import report
 from diffusion.errors import writing
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
     with writing(path):
         rows.save([], path)  # before it takes minutes to find out that this cannot be done
     if parts:
-        harness.run_shares("benchmarks.tune_sampling", arguments, parts)
+        run_shares("benchmarks.tune_sampling", arguments, parts)
     with search(only=settings["only"]) as found:
         _walk(settings, device)
     rows.save(found.rows, path)

@@ -1,6 +1,4 @@
-"""diffusers' networks beside torch.compile: settings, the check, what is compiled beforehand."""
-
-import json
+"""diffusers' networks beside torch.compile: settings, the check."""
 
 import pytest
 import torch
@@ -9,8 +7,7 @@ from torch import nn
 from benchmarks import accelerated
 from benchmarks.harness import WrongResult
 from diffusion.errors import ConfigError
-from tests.benchmarks.accelerated_kernels import SMALL
-from tests.end_to_end.run import run
+from tests.benchmarks.compiled_kernels import SMALL
 
 CPU = torch.device("cpu")
 
@@ -51,13 +48,3 @@ def test_what_is_wrong_is_not_timed(small, monkeypatch, capsys):
     monkeypatch.setattr(accelerated, "Accelerated", Wrong)
     with pytest.raises(WrongResult, match="the output is off by"):
         accelerated.check(small, CPU)
-
-
-def test_kernels_are_compiled_beforehand():
-    """Those of the check and of what is timed."""
-    code, out, err = run("-m", "tests.benchmarks.accelerated_kernels")
-    assert code == 0, err
-    (*chip, step), (*_, evaluation) = json.loads(out.splitlines()[-1])
-    assert chip == [90, 3]
-    assert {"norm_dx_kernel", "attention_fwd_kernel"} <= set(step)
-    assert set(evaluation) - set(step)  # what evaluations alone have

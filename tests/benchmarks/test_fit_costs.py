@@ -1,14 +1,12 @@
 """Cost models are fitted to times, and judged by layers that they have not seen."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
 import torch
 
-from benchmarks import fit_costs, harness, sweep_configs, sweep_norms
+from benchmarks import fit_costs, sweep_configs, sweep_norms
 from triton_kernels.attention.tiles import BwdConfig, Tile
 from triton_kernels.registry import choose, cost
 from triton_kernels.registry.chips import CHIPS
@@ -89,26 +87,6 @@ def test_a_file_keeps_what_is_not_fitted(tmp_path):
     path.write_text(json.dumps({"b": {"wave": 2.0}, "a": [1.0]}))
     fit_costs.write(path, {"a": (3.14159,), "c": (0.0,)})
     assert json.loads(path.read_text()) == {"a": [3.142], "b": {"wave": 2.0}, "c": [0.0]}
-
-
-@pytest.mark.parametrize("before", [["-m"], ["-m", "tests.kernels.other_chip", "80"]], ids=str)
-def test_shares_compile_for_the_chip_that_is_timed(before, monkeypatch):
-    """Within `other_chip` the processes that compile are within it too."""
-    started = []
-
-    class Share:
-        def __init__(self, command, **_):
-            started.append(command)
-
-        def wait(self):
-            return 0
-
-    module = "benchmarks.sweep_configs"
-    monkeypatch.setattr(sys, "orig_argv", ["python", *before, module, "passes=few"])
-    monkeypatch.setattr(subprocess, "Popen", Share)
-    harness.run_shares(module, ["passes=few"], 2)
-    expected = [sys.executable, *before, module, "passes=few", "processes=2"]
-    assert started == [[*expected, f"part={part}"] for part in range(2)]
 
 
 def test_norms_are_timed_beyond_what_is_known_to_pay():

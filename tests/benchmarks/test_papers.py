@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import harness, papers
+from benchmarks import harness, papers, precompile
 from benchmarks.cases import IMAGES, UNTUNED, images_of, meta_model, model_settings
 from diffusion.errors import ConfigError
 
@@ -79,10 +79,11 @@ def test_one_is_timed_after_the_other_and_what_is_late_is_left_out(monkeypatch, 
 
     monkeypatch.setattr(papers.subprocess, "Popen", child)
     monkeypatch.setattr(papers, "_LAST", 0.5)
-    monkeypatch.setattr(papers, "describe", lambda device: ())
+    monkeypatch.setattr(precompile, "describe", lambda device: ())
     began = time.monotonic()
     settings = papers.DEFAULTS | {"minutes": 5 / 60}
-    assert papers.run_all(chosen("what=train")[:4], [], settings) == 1
+    cases = chosen("what=train")[:4]
+    assert papers.run_all(cases, [], settings, torch.device("cpu")) == 1
     assert time.monotonic() - began < 15
     said = capfd.readouterr().out
     assert "! train 64x32x32x3 edm_ddpmpp_cifar10 bf16: no" in said

@@ -1,6 +1,5 @@
 """The order of a run: compiled elsewhere, checked, timed, written, and timed again."""
 
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -8,33 +7,11 @@ import torch
 
 from benchmarks import harness, measure, run
 from benchmarks.account import Account
-from benchmarks.compilers import Compilers
 from benchmarks.experiment import Experiment, Provider
 from benchmarks.harness import Provenance, Timing
 from benchmarks.providers import experiments
 
 from .small import CPU, TINY
-
-_CHILD = "import sys; from benchmarks.compilers import serve; serve({})"
-
-
-def _compilers(body: str, count: int, numbers: list[int]) -> Compilers:
-    return Compilers([sys.executable, "-c", _CHILD.format(body)], count, numbers)
-
-
-def test_compilers_are_asked_in_order_and_survived(tmp_path):
-    work = f"lambda n: open({str(tmp_path)!r} + f'/{{n}}', 'w').close() or print('noise')"
-    compilers = _compilers(work, 2, [3, 1, 2])
-    while (number := compilers.next_ready([1, 2, 3])) != 1:
-        assert (tmp_path / str(number)).exists()
-    assert all(compilers.next_ready([n]) == n for n in (1, 2, 3))
-    assert compilers.failed == 0 and len(list(tmp_path.iterdir())) == 3
-    compilers.close()
-    dying = _compilers("lambda n: sys.exit(1)", 1, [0, 1])
-    assert dying.next_ready([1, 0]) in (0, 1) and dying.next_ready([1]) == 1
-    assert dying.failed == 1
-    dying.close()
-    assert Compilers([], 0, range(3)).next_ready([2, 1]) == 2
 
 
 @pytest.fixture

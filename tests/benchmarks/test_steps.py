@@ -1,14 +1,9 @@
 """Whole steps: the baselines are the same networks, and their tables."""
 
-import signal
-import subprocess
-import sys
-import time
-
 import pytest
 import torch
 
-from benchmarks import harness, policy, scaling, steps, train_step, warm
+from benchmarks import harness, policy, scaling, steps, train_step
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
 from benchmarks.cases import images_of, model_settings
@@ -198,31 +193,17 @@ def test_a_cut_run_leaves_its_table(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("module", [scaling, train_step, warm], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [scaling, train_step], ids=lambda m: m.__name__)
 def test_timing_needs_a_gpu(module, tmp_path):
     given = [f"out={tmp_path}"] if "out" in module.DEFAULTS else []
     with pytest.raises(ConfigError, match="need a CUDA device"):
         module.main(given)
 
 
-def test_what_compiles_too_long_is_given_up(tmp_path, monkeypatch, capsys):
-    def start(settings, provider, batch, folder):
-        command = [sys.executable, "-c", f"import time; time.sleep({30 * (batch > 8)})"]
-        process = subprocess.Popen(command, start_new_session=True)
-        return warm._Compiling(process, f"{provider}, batch {batch}", time.monotonic())
-
-    monkeypatch.setattr(warm, "_start", start)
-    monkeypatch.setattr(harness, "require_cuda", lambda: None)
-    handler = signal.getsignal(signal.SIGTERM)
-    given = ["providers=compile-bf16", "batch=8,32,128", "minutes=0.02", "together=2"]
-    assert warm.main([*given]) == 1
-    signal.signal(signal.SIGTERM, handler)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:24] for line in lines[:1]] == ["compile-bf16, batch 8: d"]
-    assert {line.split(" after")[0].split(" within")[0] for line in lines[1:]} == {
-        "compile-bf16, batch 32: did not finish",
-        "compile-bf16, batch 128: did not finish",
-    }
+def test_steps_of_pytorch_are_compiled_beforehand():
+    settings = {"providers": ("compile-bf16", "triton-bf16", "eager-fp32"), "batch": (8, 32)}
+    expected = [("compile-bf16", 8), ("compile-bf16", 32)]
+    assert train_step.compiled_steps(settings) == expected
 
 
 @pytest.mark.parametrize("scale", [True, False])

@@ -1,0 +1,56 @@
+"""What benchmarks would compile before they time anything, as JSON: the kernels by benchmark.
+
+python -m tests.benchmarks.compiled_kernels      without TRITON_INTERPRET
+"""
+
+import json
+from collections.abc import Iterator
+from types import ModuleType
+from unittest import mock
+
+from benchmarks import accelerated, precompile, scaling, sweep_configs, sweep_joins, train_step
+from tests.kernels import chips
+from triton_kernels.runtime.launch_recorder import Launch
+
+SMALL = {
+    "sample_size": 16,
+    "block_out_channels": (32, 64),
+    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
+    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
+    "layers_per_block": 1,
+    "norm_num_groups": 8,
+}
+
+
+def kernels(module: ModuleType, *arguments: str) -> list:
+    """The architecture, the processes that compile, and the names of all kernels."""
+    found = []
+
+    def compile_launches(launches: list[Launch], arch: int, processes: int) -> Iterator[Launch]:
+        found.extend([arch, processes, sorted({launch.kernel.__name__ for launch in launches})])
+        yield from launches
+
+    chip = f"compile_for={json.dumps(chips.HOPPER)}"
+    with mock.patch.object(precompile, "compile_launches", compile_launches):
+        assert module.main([*arguments, "processes=3", chip]) == 0
+    return found
+
+
+def all_kernels() -> dict[str, list]:
+    """By benchmark."""
+    tiny = "model=unet_tiny", "size=16", "batch=2"
+    found = {
+        "train_step": kernels(train_step, *tiny, "providers=triton-bf16,triton-fp32,eager-bf16"),
+        "scaling": kernels(scaling, *tiny),
+        "sweep_joins": kernels(sweep_joins, "what=norm,means"),
+        "sweep_configs": kernels(sweep_configs, "passes=few,norm_apply,forward", "shapes=12"),
+    }
+    small = "models=small", "batch=2"
+    with mock.patch.object(accelerated, "NETWORKS", {"small": SMALL}):
+        for what in ("train", "evaluate"):
+            found[f"accelerated {what}"] = kernels(accelerated, *small, f"what={what}")
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(all_kernels()))
