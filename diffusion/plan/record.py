@@ -7,9 +7,11 @@ plan but several in PyTorch are recorded as one (`_WHOLE`).
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -41,6 +43,10 @@ _WHOLE = {
 }
 _READS = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__)
 _INSTEAD = {Tensor.data.__get__: Tensor.detach}  # the former calls no op
+_NUMBERS = frozenset(  # names of what has to know a tensor's numbers
+    "item tolist numpy __bool__ __int__ __float__ __index__ nonzero argwhere unique bincount"
+    " masked_select".split()
+)
 _WRITES = frozenset(  # names of what writes to its first argument, besides those that end in _
     f"__{name}__"
     for name in "setitem iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor".split()
@@ -127,10 +133,20 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
             except (ValueError, TypeError, PlanError, _Casts):
                 raise
             except Exception as error:
-                lines = str(error).strip().splitlines() or [type(error).__name__]
-                name = type(module).__name__
-                raise PlanError(f"{name} cannot be traced: {lines[0]}") from error
+                why = f"{type(module).__name__} cannot be traced: {_reason(error)}"
+                raise PlanError(f"{why} ({notes.line_of(error)})") from error
     return found
+
+
+def _reason(error: Exception) -> str:
+    """What PyTorch said, or what it meant."""
+    text = str(error).strip()
+    if "setup_context" in text:
+        return (
+            "it calls an autograd.Function, whose backward a trace does not see"
+            " (torch.utils.checkpoint has none with use_reentrant=False)"
+        )
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def _places(module: nn.Module) -> dict[str, str]:
@@ -255,16 +271,25 @@ class _Notes(TorchDispatchMode):
         finally:
             self.within = before
 
-    def _source(self, frame: FrameType | None) -> str:
+    def _source(self, frame: FrameType) -> str:
+        return self._line(traceback.walk_stack(frame))
+
+    def line_of(self, error: Exception) -> str:
+        """Where it was raised."""
+        raised = reversed(list(traceback.walk_tb(error.__traceback__)))
+        return self._line(chain(raised, traceback.walk_stack(sys._getframe(1))))
+
+    def _line(self, frames: Iterable[tuple[FrameType, int]]) -> str:
         """The innermost line that is neither PyTorch's nor ours, and the innermost module."""
         place = name = ""
-        while frame is not None and not (place and name):
+        for frame, line in frames:
             file = frame.f_code.co_filename
             if not place and not file.startswith(_PASSED):
-                place = f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}"
+                place = f"{'/'.join(file.split('/')[-2:])}:{line}"
             if not name and frame.f_code.co_varnames[:1] == ("self",):
                 name = self.names.get(id(frame.f_locals.get("self")), "")
-            frame = frame.f_back
+            if place and name:
+                break
         return f"{place or '?'} of {name}" if name else place or "?"
 
 
@@ -296,7 +321,7 @@ class _Functions(TorchFunctionMode):
             if not arguments:
                 if function == Tensor.__getitem__:
                     args = (args[0], _with_tensors(args[1]))
-                result = function(*args, **kwargs)
+                result = self._called(function, name, args, kwargs)
                 if name == "detach":
                     self.detached[result.untyped_storage()._cdata] = result
                 return result
@@ -309,6 +334,16 @@ class _Functions(TorchFunctionMode):
         finally:
             notes.function, notes.differentiable = before
 
+    def _called(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Its result. PlanError: it would need the numbers of a tensor that has none."""
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if name not in _NUMBERS:
+                raise
+            why = f"{name} of a tensor, whose numbers are not known before the call,"
+            raise self._refused(why) from error
+
     def _refuse(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """What a recording does not see: which tensors have gradients, and one that keeps its
         gradient while its numbers are written to."""
@@ -318,12 +353,17 @@ class _Functions(TorchFunctionMode):
             )
         if function == Tensor.data.__set__:
             raise self._refused("data of a tensor, which the forward sets,")
+        writes = name in _WRITES or (name.endswith("_") and not name.startswith("_"))
+        written = kwargs.get("out", args[0] if writes and args else None)
+        if isinstance(written, Tensor) and torch._is_functional_tensor(written):
+            given = self.notes.given.get(id(_unwrapped(written)))
+            if given and not name.startswith("requires_grad"):
+                line = self.notes._source(sys._getframe(1))
+                raise PlanError(f"the module changes {given} in its forward ({line})")
         if not self.notes.found.differentiable:
             return
         if name == "requires_grad_" or function == Tensor.requires_grad.__set__:
             raise self._refused("requires_grad of a tensor, which the forward sets,")
-        writes = name in _WRITES or (name.endswith("_") and not name.startswith("_"))
-        written = kwargs.get("out", args[0] if writes and args else None)
         if name == "detach_" or not isinstance(written, Tensor) or not written.is_floating_point():
             return
         if not torch.is_grad_enabled():

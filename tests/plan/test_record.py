@@ -114,17 +114,54 @@ def test_writing_in_place_is_making_another():
     ],
 )
 def test_what_a_module_writes_to_is_named(function, what):
-    with pytest.raises(PlanError, match=f"changes {what} in its forward"):
+    lined = rf"changes {what} in its forward \(plan/test_record\.py:\d+\)"
+    with pytest.raises(PlanError, match=lined):
         calls(function)
 
 
 @pytest.mark.parametrize(
-    "function",
-    [lambda net, x: x + x.sum().item(), lambda net, x: x if (x > 0).all() else -x],
+    ("function", "called"),
+    [
+        (lambda net, x: x + x.sum().item(), "item"),
+        (lambda net, x: x * float(x.mean()), "__float__"),
+        (lambda net, x: x if (x > 0).all() else -x, "__bool__"),
+        (lambda net, x: x[0, (x > 0).nonzero()], "nonzero"),
+    ],
 )
-def test_numbers_are_not_known(function):
-    with pytest.raises(PlanError, match="Net cannot be traced: "):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_numbers_are_not_known(function, called, autocast):
+    words = rf"{called} of a tensor, whose numbers are not known .* \(plan/test_record\.py:\d+\)"
+    with torch.autocast("cpu", enabled=autocast), pytest.raises(PlanError, match=words):
         calls(function)
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 3
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda net, x: net.inner(x[..., :3]), "Net cannot be traced: "),
+        (lambda net, x: _Own.apply(x), "it calls an autograd.Function"),
+        (lambda net, x: x[net.nothing], "has no attribute 'nothing'"),
+    ],
+)
+def test_what_fails_in_the_forward_has_its_line(function, why):
+    with pytest.raises(PlanError, match=rf"{why}.*\(plan/test_record\.py:\d+"):
+        calls(function)
+
+
+def test_a_network_of_pytorchs_layers_names_the_layer_and_who_called():
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(5, 4, 3))
+    with pytest.raises(PlanError, match=r"\(plan/test_record\.py:\d+ of 1\)"):
+        record(net, (torch.randn(1, 3, 8, 8),), {})
 
 
 def test_tensors_that_are_neither_parameters_nor_buffers():
