@@ -62,7 +62,7 @@ def read(paths: Sequence[str], former: Device) -> Layers:
             spec = _spec(kind, row["spec"])
             gpu = Device(**row["gpu"]) if "gpu" in row else former
             config = kernel.config(**row["config"])
-            key = cost.name(kernel.name, kernel.fitted_by, config)
+            key = cost.name(kernel.name, kernel.fitted_by, spec, config)
             if (work := kernel.work(spec, gpu, config)) is None:
                 continue
             terms = cost.terms(work, gpu)

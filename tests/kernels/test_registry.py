@@ -13,6 +13,7 @@ from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma
 from triton_kernels.conv.plain.split_k import CONV_SPLIT
+from triton_kernels.conv.skip_dx import SKIP_DX
 from triton_kernels.conv.upsampled import UPSAMPLED
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.conv.wgrad_group import WEIGHT_GRADS
@@ -337,14 +338,14 @@ class TestFittedCosts:
     @pytest.mark.parametrize("arch", [80, 90])
     def test_parameters_are_of_known_kernels(self, arch):
         """Each name is that of a kernel and of the fields that its parameters depend on."""
-        ops = FORWARD, INPUT_GRAD, WEIGHT_GRAD, WEIGHT_GRADS, CONV_SPLIT, CONV_FEW, UPSAMPLED
-        known = {k.name: k for op in ops for k in op.kernels}
+        ops = FORWARD, INPUT_GRAD, SKIP_DX, WEIGHT_GRAD, WEIGHT_GRADS
+        ops += CONV_SPLIT, CONV_FEW, UPSAMPLED
+        known = {(k.name, *k.fitted_by) for op in ops for k in op.kernels if k.work is not None}
         fitted = cost.parameters(arch)
         assert len(fitted) >= 10 and not cost.parameters(70)
         for name, values in fitted.items():
-            kernel, *fields = name.split()
-            assert known[kernel].work is not None
-            assert [field.split("=")[0] for field in fields] == list(known[kernel].fitted_by)
+            kernel, *fields = name.removesuffix(" tf32").removesuffix(" fp32").split()
+            assert (kernel, *(field.split("=")[0] for field in fields)) in known
             assert len(values) == len(cost.terms(Work(1, 1, 1, 1, 1, 1, 1), HOPPER))
             assert all(value >= 0 for value in values) and any(values)
 
@@ -378,6 +379,19 @@ class TestFittedCosts:
                 assert 5 < us < 1000
                 assert 4 < kernel.model(more, HOPPER, config) / us < 17
         assert models >= 5
+
+    def test_products_of_32_bits_have_parameters_of_their_own(self):
+        """Three products of TF32 take longer than one, and neither is a product of 16 bits."""
+        layer = {"n": 8, "h": 16, "w": 16, "k": 192, "c": 192, "padding": (1, 1)}
+        kernel = WEIGHT_GRAD.kernel("mma_wgrad")
+        config = kernel.configs(ConvSpec(dtype="tf32", **layer), HOPPER)[0]
+        one, three = (
+            kernel.model(ConvSpec(dtype=d, **layer), HOPPER, config) for d in ("tf32", "fp32")
+        )
+        assert 1.2 * one < three < 3 * one
+        tile = FORWARD.kernel("tma")
+        spec = ConvSpec(dtype="tf32", **layer)
+        assert tile.model(spec, HOPPER, tile.configs(spec, HOPPER)[0]) is None
 
     def test_fewer_multiprocessors_take_longer(self):
         """The parameters are of an architecture, in waves of the chip at hand."""

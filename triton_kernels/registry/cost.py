@@ -8,9 +8,10 @@ A kernel describes the work of its programs (`Work`). This file converts it to m
        + memory read and written + split-K parts, written and read again
 
 Every term is multiplied by a parameter that is not negative (`benchmarks.fit_costs`). Parameters
-are fitted to 16-bit types, for a kernel and the fields of its configuration that change its code
-most, and are stored in `measured/costs_sm_*.json`. They belong to an architecture: chips with
-another number of multiprocessors use the same parameters with another number of waves.
+are of a kernel and of what changes its code or its rates most: fields of its configuration or of
+the spec, and the type of products of 32 bits. They are stored in `measured/costs_sm_*.json`. They
+belong to an architecture: chips with another number of multiprocessors use the same parameters with
+another number of waves.
 """
 
 import json
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..runtime.device import Device
+from .spec import Spec
 
 _MEASURED = Path(__file__).parents[1] / "measured"
 # Architectures whose parameters kernels may borrow on one that nobody has fitted
@@ -109,9 +111,11 @@ def _file(arch: int) -> dict[str, Any]:
         return {}
 
 
-def name(kernel: str, fields: tuple[str, ...], config: tuple) -> str:
-    """Under which the parameters of a configuration are kept."""
-    return " ".join([kernel, *(f"{field}={getattr(config, field)}" for field in fields)])
+def name(kernel: str, fields: tuple[str, ...], spec: Spec, config: tuple) -> str:
+    """Under which the parameters of a configuration are kept, by fields of it or of the spec."""
+    values = {field: getattr(config if hasattr(config, field) else spec, field) for field in fields}
+    wide = [spec.dtype] if spec.itemsize == 4 else []  # whose products have other rates
+    return " ".join([kernel, *(f"{field}={value}" for field, value in values.items()), *wide])
 
 
 def microseconds(fitted: tuple[float, ...], work: Work, gpu: Device) -> float:

@@ -42,7 +42,7 @@ class Kernel(Generic[C]):
     cost: Callable[[Spec, Device, C], float] | None = None
     launch: Callable[..., Any] | None = None  # of a configuration and the op's operands
     # what the programs of a configuration do, where times were fitted to it (`registry.cost`; None:
-    # nobody knows), and the fields of a configuration that have parameters of their own
+    # nobody knows), and the fields of a configuration or spec that have parameters of their own
     work: Callable[[Spec, Device, C], Work | None] | None = None
     fitted_by: tuple[str, ...] = ()
     # the architecture whose parameters chips have that nobody has fitted, in their own waves
@@ -63,9 +63,9 @@ class Kernel(Generic[C]):
 
     def _fitted(self, arch: int, spec: Spec, gpu: Device, config: C) -> float | None:
         """By the parameters of that architecture."""
-        if self.work is None or spec.itemsize != 2:
+        if self.work is None:
             return None
-        fitted = parameters(arch).get(name(self.name, self.fitted_by, config))
+        fitted = parameters(arch).get(name(self.name, self.fitted_by, spec, config))
         work = None if fitted is None else self.work(spec, gpu, config)
         return None if work is None else microseconds(fitted, work, gpu)
 

@@ -10,13 +10,14 @@ small x big + big x small + big x big.
 3x3 filters over rows of 8, 16, 32 or 64 pixels, on Hopper.
 """
 
+import math
 from typing import NamedTuple
 
 import triton
 
 from ...hopper.descriptors import SUPPORTED
 from ...reductions.column_sum import num_splits
-from ...registry.cost import of_products
+from ...registry.cost import Work
 from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import following
@@ -69,9 +70,24 @@ def _splits(spec: ConvSpec, gpu: Device, tile: Fp16SplitWgrad) -> int:
     return num_splits(co * ci // 64**2, steps, gpu.num_sms, fewest)
 
 
-def _cost(spec: ConvSpec, gpu: Device, tile: Fp16SplitWgrad) -> float:
-    """A rule of thumb: splitting numbers pays from 2^27 multiplications on an H100 on."""
-    return of_products("fp16_split_wgrad", spec.flops, gpu)
+def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
+    """What its programs do; before them two launches read the numbers twice, and write them as
+    float16 numbers, of which there are two of each in float32."""
+    co, ci = spec.of_filters
+    steps = triton.cdiv(_num_tiles(spec.n, spec.h, spec.w), c.splits)
+    halves = 2 if spec.precision == "ieee" else 1
+    numbers = math.prod(spec.pixels) * (spec.k + spec.c)
+    return Work(
+        tiles=co * ci // 64**2 * c.splits,
+        resident=1,
+        products=64 * 64 * 9 * _PIXELS * steps,
+        fetched=2 * halves * (64 * 4 * _PIXELS) * steps,
+        steps=steps,
+        written=0,
+        memory=numbers * (8 + 2 * 2 * halves),
+        parts=c.splits * co * ci * 9 * 4,
+        splits=c.splits,
+    )
 
 
 def launch_half(tile: Fp16SplitWgrad, splits: int, operands: WgradOperands) -> None:
@@ -113,5 +129,5 @@ def _num_tiles(n: int, h: int, w: int) -> int:
 
 
 WEIGHT_GRAD = split_kernel(
-    Fp16SplitWgrad, refuse, lambda spec, gpu: [TILE], _splits, launch_half, _cost
+    Fp16SplitWgrad, refuse, lambda spec, gpu: [TILE], _splits, launch_half, work=_work
 )

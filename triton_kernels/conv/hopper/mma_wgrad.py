@@ -21,13 +21,12 @@ from torch import Tensor
 
 from ...hopper.descriptors import MISSING, SUPPORTED, in_boxes
 from ...reductions.column_sum import num_splits
-from ...registry.cost import of_products
+from ...registry.cost import Work
 from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
 from ..configs import WgradOperands, fewest_of, split_kernel
-from ..plain.pointwise_wgrad import MANY
 from ..plain.tma_boxes import (
     as_one_row,
     count_boxes,
@@ -105,12 +104,21 @@ def splits_of(spec: ConvSpec, gpu: Device, tile: MmaWgrad) -> int:
     return num_splits(blocks, steps, gpu.num_sms * tile.programs, fewest_of(spec))
 
 
-def _cost(spec: ConvSpec, gpu: Device, tile: MmaWgrad) -> float:
-    """A rule of thumb for the first tile: it pays from 2^27 multiplications on an H100 on, and for
-    1x1 filters over many pixels always."""
-    *_, pixels = spec.pixels
-    rule = "mma_wgrad points" if spec.pointwise and pixels > MANY else "mma_wgrad"
-    return of_products(rule, spec.flops, gpu) if tile == TILES[0] else math.inf
+def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
+    co, ci = spec.of_filters
+    box = pixel_box(c.block_m, *spec.pixels)
+    steps = math.ceil(count_boxes(box, *spec.pixels) / c.splits)
+    return Work(
+        tiles=_blocks(co, ci, spec.taps, c) * c.splits,
+        resident=c.programs,
+        products=BLOCK * c.block_x * c.block_m * steps,
+        fetched=(BLOCK + c.block_x) * c.block_m * 4 * steps,
+        steps=steps,
+        written=0,
+        memory=math.prod(spec.pixels) * (spec.k + spec.c) * 4,
+        parts=c.splits * co * ci * spec.taps * 4,
+        splits=c.splits,
+    )
 
 
 def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:
@@ -155,4 +163,4 @@ def _blocks(co: int, ci: int, taps: int, tile: MmaWgrad) -> int:
     return math.ceil(co / BLOCK) * math.ceil(columns * BLOCK / tile.block_x)
 
 
-WEIGHT_GRAD = split_kernel(MmaWgrad, _refuse, tiles, splits_of, launch_mma, _cost)
+WEIGHT_GRAD = split_kernel(MmaWgrad, _refuse, tiles, splits_of, launch_mma, work=_work)

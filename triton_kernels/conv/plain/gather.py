@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...reductions.column_sum import num_splits
-from ...registry.cost import of_products
+from ...registry.cost import Work, of_products, programs_at_a_time
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -480,6 +480,26 @@ def _cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
     return of_products("gather fp32" if spec.itemsize == 4 else "gather", flops, gpu)
 
 
+def _wgrad_work(spec: ConvSpec, gpu: Device, c: tuple) -> Work | None:
+    """What its programs do; None for few channels, which are other code."""
+    co, ci, pixels = _of_wgrad(spec)
+    if min(co, ci) < 16:
+        return None
+    steps = triton.cdiv(triton.cdiv(pixels, c.block_m), c.splits)
+    fetched = c.block_m * (c.block_co + c.block_ci) * spec.itemsize  # of a step
+    return Work(
+        tiles=math.prod(_wgrad_blocks(co, ci, spec.taps, c)) * c.splits,
+        resident=max(1, programs_at_a_time(c.num_stages * fetched + 1024, c.num_warps, gpu)),
+        products=c.block_co * c.block_ci * c.block_m * steps,
+        fetched=fetched * steps,
+        steps=steps,
+        written=0,
+        memory=pixels * (spec.k + spec.c) * spec.itemsize,
+        parts=c.splits * co * ci * spec.taps * 4,
+        splits=c.splits,
+    )
+
+
 WEIGHT_GRAD = split_kernel(
     WgradConfig,
     lambda spec, gpu: None,
@@ -487,5 +507,6 @@ WEIGHT_GRAD = split_kernel(
     _wgrad_splits,
     launch_wgrad,
     _cost_wgrad,
+    work=_wgrad_work,
     alone=lambda spec, c: _of_wgrad(spec)[2] <= 32 * c.block_m,
 )

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
-from ...registry.cost import of_products
+from ...registry.cost import Work, of_products, programs_at_a_time
 from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
@@ -28,7 +28,7 @@ from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel
 from .tma_boxes import refuse_wide_float32
 
 _FEW = 64  # pixels
-MANY = 256  # with more others are faster, `mma_wgrad` in TF32
+_MANY = 256  # with more others are faster, `mma_wgrad` in TF32
 
 
 @configures("pointwise_wgrad")
@@ -148,7 +148,7 @@ def _cost(spec: ConvSpec, gpu: Device, tile: PointwiseWgrad) -> float:
     or `conv.plain.gather`."""
     *_, pixels = spec.pixels
     few, some, many = TILES
-    if pixels <= MANY:
+    if pixels <= _MANY:
         best = few if pixels <= _FEW or spec.precision == "ieee" else some
         rule = "pointwise_wgrad few"
     elif spec.precision == "ieee":
@@ -158,6 +158,30 @@ def _cost(spec: ConvSpec, gpu: Device, tile: PointwiseWgrad) -> float:
     return of_products(rule, spec.flops, gpu) if tile == best else math.inf
 
 
+def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
+    co, ci = spec.of_filters
+    *_, pixels = spec.pixels
+    steps = triton.cdiv(triton.cdiv(pixels, c.block_m), c.splits)
+    fetched = c.block_m * (c.block_co + c.block_ci) * 4  # of a step
+    return Work(
+        tiles=min(_blocks(co, ci, c), _blocks(ci, co, c)) * c.splits,
+        resident=max(1, programs_at_a_time(c.num_stages * fetched + 1024, c.num_warps, gpu)),
+        products=c.block_co * c.block_ci * c.block_m * steps,
+        fetched=fetched * steps,
+        steps=steps,
+        written=0,
+        memory=pixels * (spec.k + spec.c) * 4,
+        parts=c.splits * co * ci * 4,
+        splits=c.splits,
+    )
+
+
 WEIGHT_GRAD = split_kernel(
-    PointwiseWgrad, _refuse, lambda spec, gpu: TILES, _splits, launch_points, _cost
+    PointwiseWgrad,
+    _refuse,
+    lambda spec, gpu: TILES,
+    _splits,
+    launch_points,
+    _cost,
+    work=_work,
 )
