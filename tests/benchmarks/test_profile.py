@@ -48,7 +48,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("conv_tile_mma_kernel", "_Planned", "conv fwd"),
         ("conv_unfused_pointwise_kernel", "_PlannedBackward", "conv dgrad"),
         ("conv_narrow_output_kernel", "_Planned", "conv fwd"),
-        ("_sum_two_kernel", "_PlannedBackward", "conv wgrad"),
+        ("_sum_group_kernel", "_PlannedBackward", "conv wgrad"),
         ("conv_early_kernel", "", "conv fwd"),
         ("conv_one_row_kernel", "", "conv fwd"),
         ("_qkv_attention_kernel", "", "attention"),

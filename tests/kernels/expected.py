@@ -106,8 +106,10 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({}, _REGISTERS),
     ],
     "conv_stationary_weights_concat_kernel": _REGISTERS._replace(spills=192),
-    "conv_row_group_wgrad_kernel": _REGISTERS,
-    "conv_rounds_wgrad_kernel": _REGISTERS,
+    "conv_row_group_wgrad_kernel": [
+        ({"RAGGED": True}, _REGISTERS._replace(spills=64)),
+        ({}, _REGISTERS),
+    ],
     "conv_row_wgrad_kernel": [
         ({"W": 32, "SWAP": False}, _REGISTERS._replace(spills=4)),
         ({}, _REGISTERS),

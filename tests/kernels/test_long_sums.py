@@ -200,8 +200,10 @@ def test_parts_of_measured_rows(path):
 def test_parts_of_two(batch, share, monkeypatch):
     """Two gradients in one launch, also on a share of the GPU."""
     seen = []
-    monkeypatch.setattr(row_mma, "weight_grad", lambda x, dy, parts, *_: seen.append(len(parts)))
-    monkeypatch.setattr(wgrad_group, "sum_two", lambda *_: None)
+    monkeypatch.setattr(
+        group_wgrad, "launch_rows", lambda group, parts, whole, splits, _: seen.append(splits)
+    )
+    monkeypatch.setattr(wgrad_group, "sum_parts", lambda *_: None)
     pair = []
     for ci in (192, 64):
         x, dy, out = tensors(batch, 64, 64, ci, 64, 3, BF16)
@@ -222,9 +224,8 @@ def test_parts_of_several(size, share, monkeypatch):
     """Pieces of one list are as long as parts may be, and each block has two of a program at
     most."""
     seen = []
-    monkeypatch.setattr(
-        group_wgrad, "launch", lambda group, tile, steps, parts: seen.append(len(parts))
-    )
+    for name, at in (("launch_rows", 1), ("launch_points", 2)):
+        monkeypatch.setattr(group_wgrad, name, lambda *given, at=at: seen.append(len(given[at])))
     monkeypatch.setattr(wgrad_group, "sum_parts", lambda *_: None)
     for batch in BATCHES:
         group = [
@@ -237,7 +238,7 @@ def test_parts_of_several(size, share, monkeypatch):
             tiles = group_wgrad.tiles(spec, H100)
             for tile in tiles:
                 wgrad_group._run(group, False, tile, True, share)
-                blocks = group_wgrad._blocks(spec, tile)
+                blocks = group_wgrad.count_blocks(spec, tile)
                 steps = group_wgrad.pixel_tiles(spec.convs[0], tile)
                 pixels = 256 if size == 3 else 64 * tile.steps
                 piece = -(-blocks * steps // seen[-1]) * pixels

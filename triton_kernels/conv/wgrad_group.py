@@ -6,6 +6,7 @@ launch adds up: at small batches a good deal of the time goes into the beginning
 launches, into writing the parts and adding them up. Several gradients share all of that.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from .hopper import group_wgrad, rounds_wgrad, row_mma
 from .hopper.group_wgrad import Gradient, Tile
 from .hopper.rounds_wgrad import Rounds
 from .weight_grad import one_after_one, weight_grad_spec
-from .wgrad_parts import sum_cut, sum_parts, sum_two
+from .wgrad_parts import sum_parts
 
 _MANY_SPLITS = 4
 
@@ -43,6 +44,7 @@ class Pair(NamedTuple):
     """Two of 3x3 filters in one launch, which fill the GPU with half as many parts of each."""
 
     splits: int  # parts of either sum
+    co_blocks = ci_blocks = 1  # of a program
 
 
 _Plan = Tile | Rounds | _InTurn | _OneByOne | Pair
@@ -166,31 +168,38 @@ def _run(
             conv_weight_grad(*g, accumulate=accumulate, allow_tf32=allow_tf32)
     elif isinstance(plan, Rounds):
         whole = rounds_wgrad.whole_blocks(spec, gpu, plan)
-        cut = rounds_wgrad.cut_blocks(spec, gpu, plan)
-        parts = _parts(group, cut, plan.splits, 64, 9, 64)
-        rounds_wgrad.launch(group, plan, whole, parts, accumulate)
-        if cut:
-            sum_cut(parts, [g.out for g in group], whole, accumulate)
+        pieces = rounds_wgrad.cut_blocks(spec, gpu, plan) * plan.splits
+        _run_rows(group, accumulate, pieces, plan.splits, whole)
     elif isinstance(plan, Pair):
         splits = plan.splits
         if splits >= _MANY_SPLITS:  # with fewer, blocks of channels make most of the programs
             fewest = row_mma.fewest_wgrad_splits(spec.convs[0])
             splits = max(fewest, round(share * splits))
-        one, two = group
-        parts = _parts(group, splits, one.out.numel() + two.out.numel())
-        row_mma.weight_grad(one.x, one.dy, parts, two.x, two.dy)
-        sum_two(parts, one.out, two.out, accumulate)
+        _run_rows(group, accumulate, splits * group_wgrad.count_blocks(spec, plan), splits)
     else:
-        first = spec.convs[0]
-        programs, taps = group_wgrad.programs(spec, gpu, plan, share), first.r * first.s
-        parts = _parts(group, programs, 2, 64 * plan.co_blocks, taps, 64 * plan.ci_blocks)
-        steps = group_wgrad.pixel_tiles(first, plan)
-        group_wgrad.launch(group, plan, steps, parts)
+        programs = group_wgrad.programs(spec, gpu, plan, share)
+        if spec.convs[0].r == 3:
+            blocks = group_wgrad.count_blocks(spec, plan)
+            _run_rows(group, accumulate, programs, programs // blocks * (programs % blocks == 0))
+            return
+        shape = (programs, 2, 64 * plan.co_blocks, 1, 64 * plan.ci_blocks)
+        parts = _empty(shape, dtype=torch.float32, device=group[0].x.device)
+        group_wgrad.launch_points(group, plan, parts)
+        steps = group_wgrad.pixel_tiles(spec.convs[0], plan)
         sum_parts(parts, [g.out for g in group], steps, accumulate)
 
 
-def _parts(group: Sequence[Gradient], *shape: int) -> Tensor:
-    return _empty(shape, dtype=torch.float32, device=group[0].x.device)
+def _run_rows(
+    group: Sequence[Gradient], accumulate: bool, pieces: int, splits: int, whole: int = 0
+) -> None:
+    """Those of 3x3 filters in one launch: of all blocks but those that are whole so many pieces, or
+    in so many parts each."""
+    shape = (pieces, 1 if splits else 2, 64, 9, 64)
+    parts = _empty(shape, dtype=torch.float32, device=group[0].x.device)
+    group_wgrad.launch_rows(group, parts, whole, splits, accumulate)
+    if pieces:
+        tiles = math.prod(row_mma.wgrad_tiles(*group[0].x.shape[:3]))
+        sum_parts(parts, [g.out for g in group], tiles, accumulate, whole)
 
 
 def _run_in_turn(

@@ -17,8 +17,8 @@ from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec, WeightGradsSpec
 from ...runtime.device import Device
 from ..configs import fewest_of
-from ..wgrad_parts import MOST, filled
-from . import row_mma as gluon_rows
+from ..wgrad_parts import MOST, channels_of, filled
+from . import row_mma
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -48,7 +48,7 @@ class Tile(NamedTuple):
     # parts of two; 2: half as many for each, which write half as many parts
 
 
-ROWS = tuple(Tile(1, 1, 4, gluon_rows.STAGES, 1, even) for even in (0, 1, 2))
+ROWS = tuple(Tile(1, 1, 4, row_mma.STAGES, 1, even) for even in (0, 1, 2))
 POINTS = tuple(
     Tile(*numbers, even)
     for even in (1, 2)
@@ -76,7 +76,7 @@ def refuse_group(spec: WeightGradsSpec, gpu: Device) -> str | None:
 
 
 def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
-    """Why `launch` cannot do all of them, or None."""
+    """Why no launch does all of them, or None."""
     first = spec.convs[0]
     if (first.r, first.s) not in ((1, 1), (3, 3)):
         return f"it does 1x1 and 3x3 filters, not {first.r}x{first.s}"
@@ -85,22 +85,22 @@ def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
     for conv in spec.convs:
         if odd := [c for c in (conv.c, conv.k) if c % 64]:
             return f"{odd[0]} channels are no multiple of 64"
-        if first.r == 3 and (reason := gluon_rows.refuse_wgrad_rows(conv, gpu)):
+        if first.r == 3 and (reason := row_mma.refuse_wgrad_rows(conv, gpu)):
             return reason
     return None
 
 
 def tiles(spec: WeightGradsSpec, gpu: Device) -> list[Tile]:
-    """Those with which `launch` can do all of them."""
+    """Those with which a launch can do all of them."""
     found = ROWS if spec.convs[0].r == 3 else POINTS
-    return [t for t in found if _blocks(spec, t) <= _slots(gpu, t) and _filled(spec, t)]
+    return [t for t in found if count_blocks(spec, t) <= _slots(gpu, t) and _filled(spec, t)]
 
 
 def programs(spec: WeightGradsSpec, gpu: Device, tile: Tile, share: float = 1.0) -> int:
     """As many as fit on the GPU at a time, or on a share of it that has one for each block of
     channels; each of them has something to do. More if pieces were too long (`long_sums`)."""
     first = spec.convs[0]
-    slots, blocks = _slots(gpu, tile), _blocks(spec, tile)
+    slots, blocks = _slots(gpu, tile), count_blocks(spec, tile)
     if blocks <= int(share * slots):
         slots = int(share * slots)
     if tile.even:
@@ -115,46 +115,60 @@ def programs(spec: WeightGradsSpec, gpu: Device, tile: Tile, share: float = 1.0)
 def pixel_tiles(conv: ConvSpec, tile: Tile) -> int:
     """Steps in the sum of one block of channels."""
     if conv.r == 3:
-        return math.prod(gluon_rows.wgrad_tiles(conv.n, conv.h, conv.w))
-    return -(-conv.n * conv.h * conv.w // (64 * tile.steps))
+        return math.prod(row_mma.wgrad_tiles(conv.n, conv.h, conv.w))
+    return _point_tiles(conv.n * conv.h * conv.w, tile)
 
 
-def launch(gradients: Sequence[Gradient], tile: Tile, steps: int, parts: Tensor) -> None:
-    """All of them, with so many `pixel_tiles`, in `parts` float32 [programs, 2, CO, R * S, CI] of a
-    tile's channels."""
-    x, _, out = gradients[0]
-    rows = out.shape[2] == 3
-    n, h, w, _ = x.shape
-    images = gluon_rows.images_of_row(w)
-    operands: list[TensorDescriptor | None] = []
-    for g in gradients:
-        if rows:
-            height = gluon_rows.WGRAD_TILE.block_m // (w * images)
-            operands += gluon_rows.in_rows(g.x, 1, images), gluon_rows.in_rows(g.dy, height, images)
-        else:
-            operands += _in_points(g.x), _in_points(g.dy)
-    operands += [None] * (2 * (MOST - len(gradients)))
-    channels = channels_of(gradients)
-    if rows:
-        conv_row_group_wgrad_kernel[(parts.shape[0],)](
-            *operands,
-            parts,
-            *channels,
-            steps,
-            gluon_rows.wgrad_tiles(n, h, w)[1],
-            COUNT=len(gradients),
-            W=w * images,
-            IMAGES=images,
-            STAGES=tile.stages,
-            num_warps=4,
-            maxnreg=128,
-        )
-        return
-    conv_pointwise_group_wgrad_kernel[(parts.shape[0],)](
-        *operands,
+def launch_rows(
+    gradients: Sequence[Gradient],
+    parts: Tensor,  # float32 [pieces, 2, 64, 9, 64] to be written; with splits [., 1, ...]
+    whole: int = 0,  # blocks that a program has alone, and writes to the gradient itself
+    splits: int = 0,  # into which each other block is cut; 0: pieces may have parts of two blocks
+    accumulate: bool = False,  # add to what is whole
+) -> None:
+    """Those of 3x3 filters: whole blocks to the gradients, the sums of the others in parts."""
+    n, h, w, _ = gradients[0].x.shape
+    images, width = row_mma.images_of_row(w), row_mma.piece_of_row(w)
+    columns, rows = row_mma.pieces_of_row(w), row_mma.WGRAD_TILE.block_m // (width * images)
+    groups, tiles_h = row_mma.wgrad_tiles(n, h, w)
+    operands = []
+    for x, dy, _ in gradients:
+        operands += [
+            row_mma.in_rows(x, 1, images, width, 64),
+            row_mma.in_rows(dy, rows, images, width, 64),
+            None if columns == 1 else row_mma.in_rows(x, 1, 1, 8, 64),
+        ]
+    outs = [g.out if whole else None for g in gradients]
+    conv_row_group_wgrad_kernel[(whole + len(parts),)](
+        *filled(operands, 3 * MOST, None),
+        *filled(outs, MOST, outs[0]),
         parts,
-        *channels,
-        steps,
+        *filled([g.out.stride(0) for g in gradients], MOST),
+        *channels_of([g.x.shape[3] for g in gradients], [g.dy.shape[3] for g in gradients]),
+        groups * tiles_h,
+        tiles_h,
+        whole,
+        splits or 1,
+        COUNT=len(gradients),
+        ALONE=splits > 0,
+        ADD=accumulate and whole > 0,
+        W=width * images,
+        IMAGES=images,
+        STAGES=row_mma.STAGES,
+        COLUMNS=columns,
+        RAGGED=whole > 0 and any(c % 64 for g in gradients for c in (g.x.shape[3], g.dy.shape[3])),
+        num_warps=4,
+        maxnreg=128,
+    )
+
+
+def launch_points(gradients: Sequence[Gradient], tile: Tile, parts: Tensor) -> None:
+    """Those of 1x1 filters, in `parts` float32 [programs, 2, CO, 1, CI] of a tile's channels."""
+    conv_pointwise_group_wgrad_kernel[(len(parts),)](
+        *filled([_in_points(t) for x, dy, _ in gradients for t in (x, dy)], 2 * MOST, None),
+        parts,
+        *channels_of([g.x.shape[3] for g in gradients], [g.dy.shape[3] for g in gradients]),
+        _point_tiles(gradients[0].x.numel() // gradients[0].x.shape[3], tile),
         COUNT=len(gradients),
         GROUPS=tile.co_blocks,
         BLOCKS=tile.ci_blocks,
@@ -165,16 +179,15 @@ def launch(gradients: Sequence[Gradient], tile: Tile, steps: int, parts: Tensor)
     )
 
 
-def channels_of(gradients: Sequence[Gradient]) -> list[int]:
-    """Of x, and of dy."""
-    return filled([g.x.shape[3] for g in gradients]) + filled([g.dy.shape[3] for g in gradients])
+def _point_tiles(pixels: int, tile: Tile) -> int:
+    return -(-pixels // (64 * tile.steps))
 
 
 def _slots(gpu: Device, tile: Tile) -> int:
     return gpu.num_sms * tile.programs
 
 
-def _blocks(spec: WeightGradsSpec, tile: Tile) -> int:
+def count_blocks(spec: WeightGradsSpec, tile: Tile) -> int:
     """Of as many channels as a program has."""
     co, ci = 64 * tile.co_blocks, 64 * tile.ci_blocks
     return sum(-(-conv.c // co) * -(-conv.k // ci) for conv in spec.convs)
@@ -183,7 +196,7 @@ def _blocks(spec: WeightGradsSpec, tile: Tile) -> int:
 def _filled(spec: WeightGradsSpec, tile: Tile) -> bool:
     """Whether at least half of the channels of these blocks are there."""
     used = sum(conv.c * conv.k for conv in spec.convs) // 64**2
-    return 2 * used >= _blocks(spec, tile) * tile.co_blocks * tile.ci_blocks
+    return 2 * used >= count_blocks(spec, tile) * tile.co_blocks * tile.ci_blocks
 
 
 def _in_points(x: Tensor) -> "TensorDescriptor":
@@ -197,7 +210,7 @@ def _work(spec: WeightGradsSpec, gpu: Device, tile: Tile) -> Work | None:
     if first.r == 3:
         return None
     count = programs(spec, gpu, tile)
-    steps = pixel_tiles(first, tile) * _blocks(spec, tile) / count
+    steps = pixel_tiles(first, tile) * count_blocks(spec, tile) / count
     pixels, numbers = 64 * tile.steps, 64**2 * tile.co_blocks * tile.ci_blocks
     return Work(
         tiles=count,

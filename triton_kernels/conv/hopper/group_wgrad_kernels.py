@@ -1,158 +1,54 @@
 """The weight gradients of up to four convolutions over images of one size, in one launch.
 
 A weight gradient is a sum over pixels, of tiles of dy times tiles of x. All tiles of pixels of all
-blocks of channels of all gradients make one list, of which every program takes as long a piece as
-the others: the end of the sum of one block, perhaps, and the beginning of the next one's. So no
-multiprocessor is idle, however many blocks there are, and of all sums together there are at most
-two parts a program, which `conv.wgrad_group` adds up.
+blocks of channels of all gradients make one list. The first blocks of it may be whole: a program
+has one, and writes the gradient itself. Of the rest every program takes as long a piece as the
+others: the end of the sum of one block, perhaps, and the beginning of the next one's. So no
+multiprocessor is idle, however many blocks there are, and of all these sums together there are at
+most two parts a program, which `conv.wgrad_parts` adds up.
+
+Two kernels share that, and differ in what a tile is (`wgrad_pieces`): of 3x3 filters that of
+`row_wgrad`, of 1x1 filters `_Points`.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from ...hopper.compat import allocate_for_views, sync_threads, tma_load
+from ...hopper.compat import aggregate, allocate_for_views, sync_threads, tma_load
 from ...hopper.pipeline import new_ring, wait_for
 from ...hopper.roles import launch_roles
+from ...runtime.dependent_launch import await_inputs
 from .row_memory import block_chunks, clear_margins
-from .row_wgrad import load_tile, multiply_tile, store_taps
-
-
-@gluon.jit
-def _first(program, blocks, tiles):
-    """The first tile of a program's piece of the list."""
-    return (program.to(gl.int64) * (blocks * tiles) // gl.num_programs(0)).to(gl.int32)
-
-
-@gluon.jit
-def _first_part(part_ptr, NUMBERS: gl.constexpr):
-    """Where the first of a program's two parts goes."""
-    return part_ptr + gl.program_id(0).to(gl.int64) * (2 * NUMBERS)
-
-
-@gluon.jit
-def _blocks(CI, CO, CI_SIZE: gl.constexpr, CO_SIZE: gl.constexpr):
-    return ((CI + CI_SIZE - 1) // CI_SIZE) * ((CO + CO_SIZE - 1) // CO_SIZE)
-
-
-@gluon.jit
-def _ends(
-    CI1, CI2, CI3, CI4, CO1, CO2, CO3, CO4,
-    COUNT: gl.constexpr, CI_SIZE: gl.constexpr, CO_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Where the blocks of each of the gradients end in the list."""
-    end1 = _blocks(CI1, CO1, CI_SIZE, CO_SIZE)
-    end2 = end1 + _blocks(CI2, CO2, CI_SIZE, CO_SIZE)
-    end3 = end2 + _blocks(CI3, CO3, CI_SIZE, CO_SIZE) if COUNT > 2 else end2
-    end4 = end3 + _blocks(CI4, CO4, CI_SIZE, CO_SIZE) if COUNT > 3 else end3
-    return end1, end2, end3, end4
-
-
-# --- what loads ---------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _load_block(
-    x_desc, dy_desc, ring, first, begin, end, start, block, CI, options,
-    POINTS: gl.constexpr,
-):  # fmt: skip
-    """Of one block, whose first tile is `start` in the list, the tiles from `begin` to `end`."""
-    if POINTS:
-        GROUPS: gl.constexpr = options[0]
-        BLOCKS: gl.constexpr = options[1]
-        STEPS: gl.constexpr = options[2]
-        BYTES: gl.constexpr = STEPS * (GROUPS + BLOCKS) * 64 * 128
-        x_bufs, dy_bufs = ring.bufs
-        ci_blocks = (CI + BLOCKS * 64 - 1) // (BLOCKS * 64)
-        ci0 = block % ci_blocks * (BLOCKS * 64)
-        co0 = block // ci_blocks * (GROUPS * 64)
-        for tile in range(begin, end):
-            stage, bar = ring.acquire(tile - first, BYTES)
-            for step in gl.static_range(STEPS):
-                slot = stage * STEPS + step
-                pixel = ((tile - start) * STEPS + step) * 64
-                for i in gl.static_range(GROUPS):
-                    buf = dy_bufs.index(slot * GROUPS + i)
-                    tma_load(dy_desc, [pixel, co0 + i * 64], bar, buf)
-                for i in gl.static_range(BLOCKS):
-                    buf = x_bufs.index(slot * BLOCKS + i)
-                    tma_load(x_desc, [pixel, ci0 + i * 64], bar, buf)
-    else:
-        tiles_h = options[0]
-        W: gl.constexpr = options[1]
-        IMAGES: gl.constexpr = options[2]
-        ci_blocks = CI // 64
-        ci0 = block % ci_blocks * 64
-        co0 = block // ci_blocks * 64
-        for tile in range(begin, end):
-            load_tile(
-                x_desc, dy_desc, ring, tile - start, tile - first, co0, ci0, tiles_h, W, IMAGES
-            )
-
-
-@gluon.jit
-def _load_any(
-    descs, ring, CI, ends, first, last, tiles, options, POINTS: gl.constexpr, COUNT: gl.constexpr,
-):  # fmt: skip
-    """The tiles of a piece, block by block. `options`: (GROUPS, BLOCKS, STEPS) of 1x1
-    filters, (tiles_h, W, IMAGES) of 3x3."""
-    for block in range(first // tiles, (last + tiles - 1) // tiles):
-        start = block * tiles
-        begin = gl.maximum(first, start)
-        end = gl.minimum(last, start + tiles)
-        for i in gl.static_range(COUNT):
-            here = block
-            if i > 0:
-                here = block - ends[i - 1]
-            if i == 0:
-                inside = block < ends[0]
-            elif i == 3:
-                inside = block >= ends[2]
-            else:
-                inside = (block >= ends[i - 1]) & (block < ends[i])
-            if inside:
-                _load_block(
-                    descs[i][0], descs[i][1], ring, first, begin, end, start, here, CI[i],
-                    options, POINTS,
-                )  # fmt: skip
-
+from .row_wgrad import Rows
+from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, load_piece
 
 # --- 3x3 filters ----------------------------------------------------------------------------------
 
 
-@gluon.jit
-def _accumulate_rows(
-    R: gl.constexpr, part_ptr, ring, first, last, tiles, W: gl.constexpr, IMAGES: gl.constexpr
-):
-    """The three taps of row R of the filter, of each block of the piece."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    offs_ci = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    offs = (R * 3 * 64 + offs_co * 9 * 64)[:, None] + offs_ci[None, :]
-    part_ptr = _first_part(part_ptr, 9 * 64 * 64)
-    for block in range(first // tiles, (last + tiles - 1) // tiles):
-        accs = ()
-        for _ in gl.static_range(3):
-            accs = accs + (gl.zeros([64, 64], gl.float32, LAYOUT),)
-        begin = gl.maximum(first, block * tiles)
-        end = gl.minimum(last, block * tiles + tiles)
-        for tile in range(begin, end):
-            accs = multiply_tile(accs, ring, tile - first, R, W, IMAGES)
-        store_taps(part_ptr + offs, accs, 64, None)
-        part_ptr += 9 * 64 * 64
-
-
-@gluon.jit(do_not_specialize=["tiles"])
+@gluon.jit(do_not_specialize=["tiles", "whole", "spread"])
 def conv_row_group_wgrad_kernel(
     x1_desc,  # as in `conv_row_wgrad_kernel`
     dy1_desc,
+    sides1_desc,  # or None: rows are whole
     x2_desc,
     dy2_desc,
+    sides2_desc,
     x3_desc,  # or None, as many as there are
     dy3_desc,
+    sides3_desc,
     x4_desc,
     dy4_desc,
-    part_ptr,  # float32 [programs, 2, 64, 9, 64]
+    sides4_desc,
+    out1_ptr,  # float32 [CO1, 9, CI1], with rows any distance apart; None: no block is whole
+    out2_ptr,
+    out3_ptr,
+    out4_ptr,
+    part_ptr,  # float32 [programs without a whole block, 2, 64, 9, 64], or 1 if ALONE
+    stride1,
+    stride2,
+    stride3,
+    stride4,
     CI1,
     CI2,
     CI3,
@@ -161,77 +57,147 @@ def conv_row_group_wgrad_kernel(
     CO2,
     CO3,
     CO4,
-    tiles,  # of 256 pixels
-    tiles_h,  # of them one below the other
+    tiles,  # of 256 pixels, of a block
+    tiles_h,  # of them in an image, or in a group of images
+    whole,  # blocks of which a program has one each, the first in the list
+    spread,  # of so many pieces that follow one another each is in another round of programs
     COUNT: gl.constexpr,  # of gradients, from 2 to 4
-    W: gl.constexpr,  # pixels of a row, of all its images
+    ALONE: gl.constexpr,  # no piece has tiles of two blocks
+    ADD: gl.constexpr,  # to what is there, of whole blocks
+    W: gl.constexpr,  # pixels of a row, of all its images, or of a piece of one
     IMAGES: gl.constexpr,
     STAGES: gl.constexpr,
+    COLUMNS: gl.constexpr,  # pieces of a row
+    RAGGED: gl.constexpr,  # channels are no multiple of 64
     num_warps: gl.constexpr,
 ):
     PIXELS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    NUMBERS: gl.constexpr = 9 * 64 * 64
     dtype: gl.constexpr = x1_desc.dtype
-    x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W), 8, 64], PIXELS)
+    MARGINS: gl.constexpr = 1 if COLUMNS == 1 else 2
+    x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W, MARGINS), 8, 64], PIXELS)
     dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy1_desc.block_shape, dy1_desc.layout)
     ring = new_ring((x_bufs, dy_bufs), STAGES, 3)
-    clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
+    if COLUMNS == 1:
+        clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
+    else:
+        fence_async_shared()
+        sync_threads()
+    await_inputs()
 
-    end1, end2, end3, blocks = _ends(CI1, CI2, CI3, CI4, CO1, CO2, CO3, CO4, COUNT, 64, 64)
-    first = _first(gl.program_id(0), blocks, tiles)
-    last = _first(gl.program_id(0) + 1, blocks, tiles)
+    gradients = (
+        Gradient(x1_desc, dy1_desc, sides1_desc, CI1, CO1),
+        Gradient(x2_desc, dy2_desc, sides2_desc, CI2, CO2),
+        Gradient(x3_desc, dy3_desc, sides3_desc, CI3, CO3),
+        Gradient(x4_desc, dy4_desc, sides4_desc, CI4, CO4),
+    )
+    blocks = 0
+    for i in gl.static_range(COUNT):
+        blocks += gradients[i].blocks(64, 64)
+    program = gl.program_id(0)
+    pieces = gl.maximum(gl.num_programs(0) - whole, 1)
+    place = program - whole
+    place = place % (pieces // spread) * spread + place // (pieces // spread)
+    cut_tiles = (blocks - whole) * tiles
+    first = whole * tiles + (place.to(gl.int64) * cut_tiles // pieces).to(gl.int32)
+    last = whole * tiles + ((place + 1).to(gl.int64) * cut_tiles // pieces).to(gl.int32)
+    to_ptr = part_ptr + place.to(gl.int64) * (NUMBERS if ALONE else 2 * NUMBERS)
+    stride_co = 9 * 64
+    stride_tap = 64
+    left_co = None
+    left_ci = None
+    is_whole = False
+    if out1_ptr is not None:
+        outs = (out1_ptr, out2_ptr, out3_ptr, out4_ptr)
+        strides = (stride1, stride2, stride3, stride4)
+        is_whole = program < whole
+        if RAGGED:
+            left_co = 64
+            left_ci = 64
+        if is_whole:
+            first = program * tiles
+            last = first + tiles
+            start = 0
+            for i in gl.static_range(COUNT):
+                CI = gradients[i].CI
+                count = gradients[i].blocks(64, 64)
+                if (program >= start) & (program < start + count):
+                    ci0 = (program - start) % gl.cdiv(CI, 64) * 64
+                    co0 = (program - start) // gl.cdiv(CI, 64) * 64
+                    stride_co = strides[i]
+                    stride_tap = CI
+                    to_ptr = outs[i] + co0.to(gl.int64) * stride_co + ci0
+                    if RAGGED:
+                        left_co = gradients[i].CO - co0
+                        left_ci = CI - ci0
+                start += count
+    sums = Sums(to_ptr, stride_co, 1, stride_tap, left_co, left_ci, is_whole, NUMBERS, ADD)
+    piece = Piece(first, last, tiles, ALONE)
+    products = Rows(tiles_h, W, IMAGES, COLUMNS, 3, 64, 64, 64)
     launch_roles(
-        _accumulate_rows, (part_ptr, ring, first, last, tiles, W, IMAGES),
-        _load_any,
-        (
-            ((x1_desc, dy1_desc), (x2_desc, dy2_desc), (x3_desc, dy3_desc), (x4_desc, dy4_desc)),
-            ring, (CI1, CI2, CI3, CI4), (end1, end2, end3), first, last, tiles,
-            (tiles_h, W, IMAGES), False, COUNT,
-        ),
-        3, (160, 40 if W == 16 else 32),
+        accumulate_piece, (products, sums, ring, piece),
+        load_piece, (gradients, products, ring, piece, COUNT),
+        3, (160, 32 if ALONE or W != 16 else 40),
     )  # fmt: skip
 
 
 # --- 1x1 filters ----------------------------------------------------------------------------------
 
 
-@gluon.jit
-def _accumulate_points(
-    GROUP: gl.constexpr, part_ptr, ring, first, last, tiles,
-    GROUPS: gl.constexpr, BLOCKS: gl.constexpr, STEPS: gl.constexpr,
-):  # fmt: skip
-    """64 of a block's channels of dy, with all of its channels of x."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    CI: gl.constexpr = BLOCKS * 64
-    offs_co = GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    offs_ci = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    offs = (offs_co * CI)[:, None] + offs_ci[None, :]
-    x_bufs, dy_bufs = ring.bufs
-    part_ptr = _first_part(part_ptr, GROUPS * 64 * CI)
-    for block in range(first // tiles, (last + tiles - 1) // tiles):
-        accs = ()
-        for _ in gl.static_range(BLOCKS):
-            accs = accs + (gl.zeros([64, 64], gl.float32, LAYOUT),)
-        begin = gl.maximum(first, block * tiles)
-        end = gl.minimum(last, block * tiles + tiles)
-        for tile in range(begin, end):
-            stage = ring.wait(tile - first)
-            for step in gl.static_range(STEPS):
-                slot = stage * STEPS + step
-                dy = dy_bufs.index(slot * GROUPS + GROUP).permute((1, 0))
-                dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
-                sums = ()
-                for i in gl.static_range(BLOCKS):
-                    x = x_bufs.index(slot * BLOCKS + i)
-                    sums = sums + (warpgroup_mma(dy, x, accs[i], is_async=True),)
-                accs = sums
-                if step > 0:
-                    accs = wait_for(BLOCKS, accs, BLOCKS)
-            accs = wait_for(0, accs, BLOCKS)
-            sync_threads()
-            ring.release(tile - first)
-        for i in gl.static_range(BLOCKS):
-            gl.store(part_ptr + offs + i * 64, accs[i])
-        part_ptr += GROUPS * 64 * CI
+@aggregate
+class _Points:
+    """Tiles are STEPS times 64 pixels, blocks GROUPS x BLOCKS times 64x64 channels; a warpgroup has
+    64 channels of dy, with all of x."""
+
+    GROUPS: gl.constexpr
+    STEPS: gl.constexpr
+    ACCS: gl.constexpr
+    WIDTH: gl.constexpr
+    CI_SIZE: gl.constexpr
+    CO_SIZE: gl.constexpr
+
+    @gluon.jit
+    def load(self, gradient, ring, block, tile, place):
+        BYTES: gl.constexpr = self.STEPS * (self.GROUPS + self.ACCS) * 64 * 128
+        x_bufs, dy_bufs = ring.bufs
+        ci_blocks = gl.cdiv(gradient.CI, self.CI_SIZE)
+        ci0 = block % ci_blocks * self.CI_SIZE
+        co0 = block // ci_blocks * self.CO_SIZE
+        stage, bar = ring.acquire(place, BYTES)
+        for step in gl.static_range(self.STEPS):
+            slot = stage * self.STEPS + step
+            pixel = (tile * self.STEPS + step) * 64
+            for i in gl.static_range(self.GROUPS):
+                buf = dy_bufs.index(slot * self.GROUPS + i)
+                tma_load(gradient.dy_desc, [pixel, co0 + i * 64], bar, buf)
+            for i in gl.static_range(self.ACCS):
+                buf = x_bufs.index(slot * self.ACCS + i)
+                tma_load(gradient.x_desc, [pixel, ci0 + i * 64], bar, buf)
+
+    @gluon.jit
+    def multiply(self, GROUP: gl.constexpr, accs, ring, place):
+        LAYOUT: gl.constexpr = accs[0].type.layout
+        x_bufs, dy_bufs = ring.bufs
+        stage = ring.wait(place)
+        for step in gl.static_range(self.STEPS):
+            slot = stage * self.STEPS + step
+            dy = dy_bufs.index(slot * self.GROUPS + GROUP).permute((1, 0))
+            dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
+            begun = ()
+            for i in gl.static_range(self.ACCS):
+                x = x_bufs.index(slot * self.ACCS + i)
+                begun = begun + (warpgroup_mma(dy, x, accs[i], is_async=True),)
+            accs = begun
+            if step > 0:
+                accs = wait_for(self.ACCS, accs, self.ACCS)
+        accs = wait_for(0, accs, self.ACCS)
+        sync_threads()
+        ring.release(place)
+        return accs
+
+    @gluon.jit
+    def first_row(self, GROUP: gl.constexpr, sums):
+        return GROUP * 64 * sums.stride_co
 
 
 @gluon.jit(do_not_specialize=["tiles"])
@@ -253,7 +219,7 @@ def conv_pointwise_group_wgrad_kernel(
     CO2,
     CO3,
     CO4,
-    tiles,  # of STEPS * 64 pixels
+    tiles,  # of STEPS * 64 pixels, of a block
     COUNT: gl.constexpr,  # of gradients, from 2 to 4
     GROUPS: gl.constexpr,  # of 64 channels of dy, of a program: a warpgroup each
     BLOCKS: gl.constexpr,  # of 64 channels of x, of a program
@@ -263,24 +229,33 @@ def conv_pointwise_group_wgrad_kernel(
 ):
     dtype: gl.constexpr = x1_desc.dtype
     SLOTS: gl.constexpr = STAGES * STEPS
+    CI_SIZE: gl.constexpr = BLOCKS * 64
+    CO_SIZE: gl.constexpr = GROUPS * 64
     x_bufs = gl.allocate_shared_memory(dtype, [SLOTS * BLOCKS, 64, 64], x1_desc.layout)
     dy_bufs = gl.allocate_shared_memory(dtype, [SLOTS * GROUPS, 64, 64], dy1_desc.layout)
     ring = new_ring((x_bufs, dy_bufs), STAGES, GROUPS)
     fence_async_shared()
     sync_threads()
 
-    end1, end2, end3, blocks = _ends(
-        CI1, CI2, CI3, CI4, CO1, CO2, CO3, CO4, COUNT, BLOCKS * 64, GROUPS * 64
+    gradients = (
+        Gradient(x1_desc, dy1_desc, None, CI1, CO1),
+        Gradient(x2_desc, dy2_desc, None, CI2, CO2),
+        Gradient(x3_desc, dy3_desc, None, CI3, CO3),
+        Gradient(x4_desc, dy4_desc, None, CI4, CO4),
     )
-    first = _first(gl.program_id(0), blocks, tiles)
-    last = _first(gl.program_id(0) + 1, blocks, tiles)
+    blocks = 0
+    for i in gl.static_range(COUNT):
+        blocks += gradients[i].blocks(CI_SIZE, CO_SIZE)
+    all_tiles = blocks.to(gl.int64) * tiles
+    first = gl.program_id(0) * all_tiles // gl.num_programs(0)
+    last = (gl.program_id(0) + 1) * all_tiles // gl.num_programs(0)
+    piece = Piece(first.to(gl.int32), last.to(gl.int32), tiles, False)
+    NUMBERS: gl.constexpr = CO_SIZE * CI_SIZE
+    part_ptr += gl.program_id(0).to(gl.int64) * (2 * NUMBERS)
+    sums = Sums(part_ptr, CI_SIZE, 1, 64, None, None, False, NUMBERS, False)
+    products = _Points(GROUPS, STEPS, BLOCKS, 64, CI_SIZE, CO_SIZE)
     launch_roles(
-        _accumulate_points, (part_ptr, ring, first, last, tiles, GROUPS, BLOCKS, STEPS),
-        _load_any,
-        (
-            ((x1_desc, dy1_desc), (x2_desc, dy2_desc), (x3_desc, dy3_desc), (x4_desc, dy4_desc)),
-            ring, (CI1, CI2, CI3, CI4), (end1, end2, end3), first, last, tiles,
-            (GROUPS, BLOCKS, STEPS), True, COUNT,
-        ),
+        accumulate_piece, (products, sums, ring, piece),
+        load_piece, (gradients, products, ring, piece, COUNT),
         GROUPS, (240 if GROUPS == 2 else 160, 24),
     )  # fmt: skip

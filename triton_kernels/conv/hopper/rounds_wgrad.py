@@ -9,23 +9,15 @@ the rest is cut.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
-from ...hopper.descriptors import SUPPORTED
 from ...registry import cost
 from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
-from ..wgrad_parts import MOST, filled
 from . import row_mma
-from .group_wgrad import Gradient, channels_of, refuse_group
-
-if SUPPORTED:
-    from .rounds_wgrad_kernel import conv_rounds_wgrad_kernel
+from .group_wgrad import refuse_group
 
 NUMBERS = 9 * 64 * 64  # of a block
 _LISTED = 4  # numbers of parts, those with the fewest steps
@@ -40,7 +32,7 @@ class Rounds(NamedTuple):
 
 
 def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
-    """Why `launch` cannot do all of them, or None."""
+    """Why no launch does all of them, or None."""
     each = (row_mma.refuse_wgrad_rows(conv, gpu, whole=False) for conv in spec.convs)
     return refuse_group(spec, gpu) or next(filter(None, each), None)
 
@@ -66,47 +58,6 @@ def whole_blocks(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> int:
 def cut_blocks(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> int:
     """How many are."""
     return _blocks(spec) - whole_blocks(spec, gpu, config)
-
-
-def launch(
-    gradients: Sequence[Gradient],
-    config: Rounds,
-    whole: int,  # blocks that are not cut
-    parts: Tensor,  # float32 [blocks - whole, splits, 64, 9, 64], to be written
-    accumulate: bool,  # add to what is not cut
-) -> None:
-    """All of them: whole blocks to the gradients, float32 [CO, CI, 3, 3], the others in parts."""
-    n, h, w, _ = gradients[0].x.shape
-    images, width = row_mma.images_of_row(w), row_mma.piece_of_row(w)
-    columns, rows = row_mma.pieces_of_row(w), row_mma.WGRAD_TILE.block_m // (width * images)
-    groups, tiles_h = row_mma.wgrad_tiles(n, h, w)
-    operands = []
-    for g in gradients:
-        operands.append(row_mma.in_rows(g.x, 1, images, width, 64))
-        operands.append(row_mma.in_rows(g.dy, rows, images, width, 64))
-        operands.append(None if columns == 1 else row_mma.in_rows(g.x, 1, 1, 8, 64))
-    channels = channels_of(gradients)
-    cut = parts.shape[0] * config.splits
-    conv_rounds_wgrad_kernel[(whole + cut,)](
-        *operands,
-        *[None] * (3 * (MOST - len(gradients))),
-        *filled([g.out for g in gradients], gradients[0].out),
-        parts,
-        *filled([g.out.stride(0) for g in gradients]),
-        *channels,
-        groups * tiles_h,
-        tiles_h,
-        whole,
-        config.splits,
-        ADD=accumulate,
-        W=width * images,
-        IMAGES=images,
-        STAGES=row_mma.STAGES,
-        COLUMNS=columns,
-        RAGGED=any(size % 64 for size in channels),
-        num_warps=4,
-        maxnreg=128,
-    )
 
 
 def model(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> float | None:

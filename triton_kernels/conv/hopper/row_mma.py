@@ -13,7 +13,7 @@ What plain Triton cannot say, and what it gains:
   (RESIDENT_TILE_OF_4). Where there are 16 channels, as of a padded image, the filters even stay in
   registers (NARROW_TILE). Of more channels tiles are those of `tile_mma`.
 - In the weight gradient three warpgroups take a row of the filter each: they share dy and x, and
-  the nine taps need x once. One launch can do two gradients, in half as many parts each.
+  the nine taps need x once.
 
 The tiles are for `tuning`, which takes them only where it has measured that they are faster.
 """
@@ -372,11 +372,8 @@ def weight_grad(
     x: Tensor,  # [N, H, W, CI], or 16 channels of which CI count
     dy: Tensor,  # [N, H, W, CO], or 16
     parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written; one may be the sum
-    x2: Tensor | None = None,  # [N, H, W, CI2] of a second convolution
-    dy2: Tensor | None = None,  # [N, H, W, CO2]
 ) -> None:
-    """The gradient of the filters, in parts that have to be added up. With a second convolution
-    `parts` is [splits, CO * 9 * CI + CO2 * 9 * CI2], the one behind the other."""
+    """The gradient of the filters, in parts that have to be added up."""
     swap = dy.shape[3] == 16  # then the kernel takes it for x
     few, many = (dy, x) if swap else (x, dy)
     n, h, w, ci = few.shape
@@ -384,26 +381,21 @@ def weight_grad(
     if ci == 16:
         ci = parts.shape[1] // (9 * co)
     narrow = few.shape[3] == 16
-    ci2, co2 = (0, 0) if x2 is None else (x2.shape[3], dy2.shape[3])
     images, width = images_of_row(w), piece_of_row(w)
     groups, tiles_h = wgrad_tiles(n, h, w)
     rows = _PIXELS // (width * images)
     columns = pieces_of_row(w)
     ragged = not narrow and (ci % 64 > 0 or co % 64 > 0)
-    assert (columns == 1 and not ragged) or (x2 is None and not narrow)
-    blocks = co // 64 if narrow else wgrad_blocks(co, ci) + wgrad_blocks(co2, ci2)
+    assert (columns == 1 and not ragged) or not narrow
+    blocks = co // 64 if narrow else wgrad_blocks(co, ci)
     conv_row_wgrad_kernel[(blocks * parts.shape[0],)](
         in_rows(few, 1, images, width, 16 if narrow else 64),
         in_rows(many, rows, images, width, 64),
-        None if x2 is None else in_rows(x2, 1, images, width, 64),
-        None if dy2 is None else in_rows(dy2, rows, images, width, 64),
         None if columns == 1 else in_rows(few, 1, 1, 8, 64),
         parts,
         parts.stride(0),
         ci,
         co,
-        ci2,
-        co2,
         groups * tiles_h,
         tiles_h,
         W=width * images,

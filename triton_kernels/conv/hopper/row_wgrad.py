@@ -19,72 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load
+from ...hopper.compat import aggregate, allocate_for_views, reinterpret, sync_threads, tma_load
 from ...hopper.pipeline import new_ring
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import block_chunks, clear_margins, row_from, row_of_tap, side_from
-
-
-@gluon.jit
-def _load(
-    x_desc, dy_desc, x2_desc, dy2_desc, sides_desc, ring, second, first, last, co0, ci0, tiles_h,
-    W: gl.constexpr, IMAGES: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    if x2_desc is None:
-        load_tiles(
-            x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES, sides_desc, COLUMNS
-        )
-    elif second:
-        load_tiles(x2_desc, dy2_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES)
-    else:
-        load_tiles(x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h, W, IMAGES)
-
-
-@gluon.jit
-def load_tiles(
-    x_desc, dy_desc, ring, first, last, co0, ci0, tiles_h,
-    W: gl.constexpr, IMAGES: gl.constexpr, sides_desc=None, COLUMNS: gl.constexpr = 1,
-):  # fmt: skip
-    for tile in range(first, last):
-        load_tile(
-            x_desc, dy_desc, ring, tile, tile - first, co0, ci0, tiles_h, W, IMAGES, sides_desc,
-            COLUMNS,
-        )  # fmt: skip
-
-
-@gluon.jit
-def load_tile(
-    x_desc, dy_desc, ring, tile, block, co0, ci0, tiles_h,
-    W: gl.constexpr, IMAGES: gl.constexpr, sides_desc=None, COLUMNS: gl.constexpr = 1,
-):  # fmt: skip
-    """256 pixels of dy, and those of x that they are multiplied by, as the ring's `block`-th."""
-    x_bufs, dy_bufs = ring.bufs
-    ROWS: gl.constexpr = 256 // W
-    MARGINS: gl.constexpr = 1 if COLUMNS == 1 else 2
-    w0 = 0
-    n = tile // tiles_h * IMAGES
-    h0 = tile % tiles_h * ROWS
-    if COLUMNS > 1:
-        w0 = tile % tiles_h % COLUMNS * W
-        h0 = tile % tiles_h // COLUMNS * ROWS
-    BESIDE: gl.constexpr = 0 if COLUMNS == 1 else 16
-    BYTES: gl.constexpr = (ROWS + 2) * (W + BESIDE) * 2 * x_bufs.shape[2] + 256 * 128
-    stage, bar = ring.acquire(block, BYTES)
-    at = place_in_rows(n, h0, w0, co0, IMAGES)
-    tma_load(dy_desc, at, bar, dy_bufs.index(stage))
-    first_chunk = stage * block_chunks(W, MARGINS)
-    for j in gl.static_range(ROWS + 2):
-        row = row_from(x_bufs, first_chunk, j, W, IMAGES, MARGINS)
-        at = place_in_rows(n, h0 + j - 1, w0, ci0, IMAGES)
-        tma_load(x_desc, at, bar, row)
-        if COLUMNS > 1:
-            left, right = (
-                side_from(x_bufs, first_chunk, j, 0, W),
-                side_from(x_bufs, first_chunk, j, 1, W),
-            )
-            tma_load(sides_desc, [n, h0 + j - 1, w0 - 8, ci0], bar, left)
-            tma_load(sides_desc, [n, h0 + j - 1, w0 + W, ci0], bar, right)
+from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, load_piece
 
 
 @gluon.jit
@@ -92,87 +32,82 @@ def place_in_rows(n, h, w, c, IMAGES: gl.constexpr):
     return [n, h, w, c] if IMAGES == 1 else [h, w, n, c]
 
 
-@gluon.jit
-def multiply_tile(
-    accs, ring, block,
-    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, MARGINS: gl.constexpr = 1,
-):  # fmt: skip
-    """What the ring's `block`-th tile adds to the three taps of row R of the filter."""
-    ROWS: gl.constexpr = 256 // W
-    LAYOUT: gl.constexpr = accs[0].type.layout
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    x_bufs, dy_bufs = ring.bufs
-    rows = reinterpret(dy_bufs, dy_bufs.dtype, [ring.SLOTS * ROWS, W, 64], MATRIX)
-    stage = ring.wait(block)
-    for j in gl.static_range(ROWS):
-        dy = rows.index(stage * ROWS + j).permute((1, 0))
-        dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
+@aggregate
+class Rows:
+    """What `wgrad_pieces` is told: tiles are 256 pixels, blocks 64 channels of dy and 64 of x, or
+    16; a warpgroup has the taps of a row of the filter."""
+
+    tiles_h: gl.tensor
+    W: gl.constexpr
+    IMAGES: gl.constexpr
+    COLUMNS: gl.constexpr
+    ACCS: gl.constexpr  # 3
+    WIDTH: gl.constexpr
+    CI_SIZE: gl.constexpr
+    CO_SIZE: gl.constexpr
+
+    @gluon.jit
+    def load(self, gradient, ring, block, tile, place):
+        """256 pixels of dy, and those of x that they are multiplied by."""
+        x_bufs, dy_bufs = ring.bufs
+        W: gl.constexpr = self.W
+        IMAGES: gl.constexpr = self.IMAGES
+        ROWS: gl.constexpr = 256 // W
+        MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
+        ci_blocks = gl.cdiv(gradient.CI, self.CI_SIZE)
+        ci0 = block % ci_blocks * self.CI_SIZE
+        co0 = block // ci_blocks * 64
+        w0 = 0
+        n = tile // self.tiles_h * IMAGES
+        h0 = tile % self.tiles_h * ROWS
+        if self.COLUMNS > 1:
+            w0 = tile % self.tiles_h % self.COLUMNS * W
+            h0 = tile % self.tiles_h // self.COLUMNS * ROWS
+        BESIDE: gl.constexpr = 0 if self.COLUMNS == 1 else 16
+        BYTES: gl.constexpr = (ROWS + 2) * (W + BESIDE) * 2 * x_bufs.shape[2] + 256 * 128
+        stage, bar = ring.acquire(place, BYTES)
+        tma_load(gradient.dy_desc, place_in_rows(n, h0, w0, co0, IMAGES), bar, dy_bufs.index(stage))
         first_chunk = stage * block_chunks(W, MARGINS)
-        x = ()
-        for s in gl.static_range(3):
-            x = x + (row_of_tap(x_bufs, first_chunk, j + R, s, W, IMAGES, MARGINS),)
-        begun = ()
-        for s in gl.static_range(3):
-            begun = begun + (warpgroup_mma(dy, x[s], accs[s], is_async=True),)
-        accs = begun
-        if j > 0:
-            accs = warpgroup_mma_wait(3, deps=accs)
-    accs = warpgroup_mma_wait(0, deps=accs)
-    sync_threads()
-    ring.release(block)
-    return accs
+        for j in gl.static_range(ROWS + 2):
+            row = row_from(x_bufs, first_chunk, j, W, IMAGES, MARGINS)
+            tma_load(gradient.x_desc, place_in_rows(n, h0 + j - 1, w0, ci0, IMAGES), bar, row)
+            if self.COLUMNS > 1:
+                left = side_from(x_bufs, first_chunk, j, 0, W)
+                tma_load(gradient.sides_desc, [n, h0 + j - 1, w0 - 8, ci0], bar, left)
+                right = side_from(x_bufs, first_chunk, j, 1, W)
+                tma_load(gradient.sides_desc, [n, h0 + j - 1, w0 + W, ci0], bar, right)
 
+    @gluon.jit
+    def multiply(self, R: gl.constexpr, accs, ring, place):
+        """What a tile adds to the three taps of row R of the filter."""
+        W: gl.constexpr = self.W
+        IMAGES: gl.constexpr = self.IMAGES
+        ROWS: gl.constexpr = 256 // W
+        MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
+        LAYOUT: gl.constexpr = accs[0].type.layout
+        MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+        x_bufs, dy_bufs = ring.bufs
+        rows = reinterpret(dy_bufs, dy_bufs.dtype, [ring.SLOTS * ROWS, W, 64], MATRIX)
+        stage = ring.wait(place)
+        for j in gl.static_range(ROWS):
+            dy = rows.index(stage * ROWS + j).permute((1, 0))
+            dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
+            first_chunk = stage * block_chunks(W, MARGINS)
+            begun = ()
+            for s in gl.static_range(3):
+                x = row_of_tap(x_bufs, first_chunk, j + R, s, W, IMAGES, MARGINS)
+                begun = begun + (warpgroup_mma(dy, x, accs[s], is_async=True),)
+            accs = begun
+            if j > 0:
+                accs = warpgroup_mma_wait(3, deps=accs)
+        accs = warpgroup_mma_wait(0, deps=accs)
+        sync_threads()
+        ring.release(place)
+        return accs
 
-@gluon.jit
-def multiply_tiles(
-    ring, first, last,
-    R: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, MARGINS: gl.constexpr = 1,
-):  # fmt: skip
-    """The sums of tiles, the ring's first ones, of the three taps of row R of the filter."""
-    K: gl.constexpr = ring.bufs[0].shape[2]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, K, 16])
-    accs = ()
-    for _ in gl.static_range(3):
-        accs = accs + (gl.zeros([64, K], gl.float32, LAYOUT),)
-    for tile in range(first, last):
-        accs = multiply_tile(accs, ring, tile - first, R, W, IMAGES, MARGINS)
-    return accs
-
-
-@gluon.jit
-def store_taps(to, accs, tap, mask):
-    """The three of them, so far from one another."""
-    for s in gl.static_range(3):
-        gl.store(to + s * tap, accs[s], mask=mask)
-
-
-@gluon.jit
-def _accumulate(
-    R: gl.constexpr, part_ptr, ring, first, last, CI, CO, left_ci, left_co,
-    W: gl.constexpr, IMAGES: gl.constexpr, SWAP: gl.constexpr, MARGINS: gl.constexpr,
-):  # fmt: skip
-    """The three taps of row R of the filter, of a block of which so many channels are left, or None
-    if all are."""
-    K: gl.constexpr = ring.bufs[0].shape[2]
-    accs = multiply_tiles(ring, first, last, R, W, IMAGES, MARGINS)
-    LAYOUT: gl.constexpr = accs[0].type.layout
-    offs_co = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-    offs_ci = gl.arange(0, K, layout=gl.SliceLayout(0, LAYOUT))
-    if K == 64:
-        to = part_ptr + (R * 3 * CI + offs_co * 9 * CI)[:, None] + offs_ci[None, :]
-        mask = None
-        if left_ci is not None:
-            mask = (offs_co < left_co)[:, None] & (offs_ci < left_ci)[None, :]
-        store_taps(to, accs, CI, mask)
-    else:
-        mask = (offs_co < 64)[:, None] & (offs_ci < CI)[None, :]
-        if SWAP:
-            to = part_ptr + (8 - R * 3) * CO + offs_co[:, None] + (offs_ci * 9 * CO)[None, :]
-            tap = -CO
-        else:
-            to = part_ptr + R * 3 * CI + (offs_co * 9 * CI)[:, None] + offs_ci[None, :]
-            tap = CI
-        store_taps(to, accs, tap, mask)
+    @gluon.jit
+    def first_row(self, R: gl.constexpr, sums):
+        return R * 3 * sums.stride_next
 
 
 @gluon.jit(do_not_specialize=["tiles"])
@@ -180,15 +115,11 @@ def conv_row_wgrad_kernel(
     x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one row;
     # or in boxes of 16 channels, of which there is one block and CI of them count
     dy_desc,  # [N, H, W, CO] in boxes of 256 pixels, or in that order too
-    x2_desc,  # of a second convolution of as many pixels, or None
-    dy2_desc,
     sides_desc,  # x in boxes of 8 pixels beside a piece of a row, or None: rows are whole
-    part_ptr,  # float32 [splits, CO, 9, CI], each row followed by [CO2, 9, CI2]
+    part_ptr,  # float32 [splits, CO, 9, CI]
     stride_split,
     CI,
     CO,
-    CI2,
-    CO2,  # 0 if there is no second one
     tiles,  # of 256 pixels
     tiles_h,  # of them in an image, or in a group of images
     W: gl.constexpr,  # pixels of a row, of all its images, or of a piece of one
@@ -213,33 +144,31 @@ def conv_row_wgrad_kernel(
         sync_threads()
     await_inputs()
 
-    blocks1 = (gl.cdiv(CI, 64) if K == 64 else 1) * gl.cdiv(CO, 64)
-    blocks = blocks1 + CI2 // 64 * (CO2 // 64)
+    ci_blocks = gl.cdiv(CI, 64) if K == 64 else 1
+    blocks = ci_blocks * gl.cdiv(CO, 64)
     block = gl.program_id(0) % blocks
     split = gl.program_id(0) // blocks
     splits = gl.num_programs(0) // blocks
     part_ptr += split.to(gl.int64) * stride_split
-    second = block >= blocks1
-    if x2_desc is not None:
-        part_ptr += gl.where(second, CO * 9 * CI, 0)
-        block = gl.where(second, block - blocks1, block)
-        CI = gl.where(second, CI2, CI)
-    ci_blocks = gl.cdiv(CI, 64) if K == 64 else 1
     ci0 = block % ci_blocks * 64
     co0 = block // ci_blocks * 64
-    first = (split.to(gl.int64) * tiles // splits).to(gl.int32)
-    last = ((split + 1).to(gl.int64) * tiles // splits).to(gl.int32)
-    part_ptr += co0 if SWAP else co0 * 9 * CI + ci0
+    first = block * tiles + (split.to(gl.int64) * tiles // splits).to(gl.int32)
+    last = block * tiles + ((split + 1).to(gl.int64) * tiles // splits).to(gl.int32)
+    left_co = None
+    left_ci = None
+    if RAGGED or K == 16:
+        left_co = CO - co0
+        left_ci = CI - ci0
+    if SWAP:
+        sums = Sums(part_ptr + co0 + 8 * CO, 1, 9 * CO, -CO, left_co, left_ci, False, 0, False)
+    else:
+        to_ptr = part_ptr + co0 * 9 * CI + ci0
+        sums = Sums(to_ptr, 9 * CI, 1, CI, left_co, left_ci, False, 0, False)
+    products = Rows(tiles_h, W, IMAGES, COLUMNS, 3, K, K, 64)
+    piece = Piece(first, last, tiles, True)
+    gradients = (Gradient(x_desc, dy_desc, sides_desc, CI, CO),)
     launch_roles(
-        _accumulate,
-        (
-            part_ptr, ring, first, last, CI, CO if SWAP else None,
-            CI - ci0 if RAGGED else None, CO - co0 if RAGGED else None, W, IMAGES, SWAP, MARGINS,
-        ),
-        _load,
-        (
-            x_desc, dy_desc, x2_desc, dy2_desc, sides_desc, ring, second, first, last, co0, ci0,
-            tiles_h, W, IMAGES, COLUMNS,
-        ),
+        accumulate_piece, (products, sums, ring, piece),
+        load_piece, (gradients, products, ring, piece, 1),
         3, (160, 24 if COLUMNS == 1 else 32),
     )  # fmt: skip
