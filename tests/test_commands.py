@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -206,8 +205,8 @@ def whole_folder(folder) -> Path:
     pairs += ("dataset.size=16",)
     told = ("dataset=folder", "dataset.path=PHOTOS", "dataset.size=16")
     told += ("dataset.vectors=VECTORS.npy",)
-    captions = [sys.executable, ROOT / "examples" / "captions.py", "6"]
-    subprocess.run(captions, cwd=folder, check=True)
+    code, _, err = run("examples/captions.py", "6", cwd=folder)
+    assert code == 0, err
     captioned = (*CAPTIONED, *TRAINED_AS[:-2], "model.condition_dropout=0.1")
     measured = ("dataset=array", "dataset.path=weather.npz", *TRAINED_AS[:-2])
     own = ("--config-dir", "examples/configs", "plugin=examples/own_model.py", "model=conv_stack")

@@ -223,9 +223,8 @@ def test_names_are_taken_once():
 
 
 def test_the_example_with_captions(tmp_path):
-    script, settings = ROOT / "examples" / "captions.py", {"cwd": tmp_path, "timeout": 60}
-    done = subprocess.run([sys.executable, script, "8"], capture_output=True, text=True, **settings)
-    assert done.returncode == 0, done.stderr
+    code, _, err = run("examples/captions.py", "8", cwd=tmp_path)
+    assert code == 0, err
     chosen = ("dataset=array", f"dataset.path={tmp_path}/pictures.npy", "train.precision=fp32")
     chosen += (f"dataset.context={tmp_path}/words.npz", "model.condition_dropout=0.1")
     code, out, err = run("train.py", *QUICK, *chosen, "train.steps=1", f"run_dir={tmp_path}/run")
@@ -263,32 +262,26 @@ class CLIPTextModel(torch.nn.Module, Loaded):
 """
 
 
-def test_the_example_that_encodes_captions(tmp_path):
+def test_the_example_that_encodes_captions(tmp_path, monkeypatch):
     """With a stand-in for the package, whose vectors are the lengths of words."""
     (tmp_path / "transformers.py").write_text(TRANSFORMERS)
     (tmp_path / "captions.txt").write_text("a red disc\n\n" + "blue\n" * 70)
-    command = [sys.executable, ROOT / "examples" / "encode_captions.py"]
-    command += ["captions.txt", "words.npz", "a/name"]
-    where = {"cwd": tmp_path, "env": environment() | {"PYTHONPATH": str(tmp_path)}}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **where)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = ("examples/encode_captions.py", "captions.txt", "words.npz", "a/name")
+    code, _, err = run(*command, cwd=tmp_path, fresh=True)  # Python reads its path at its start
+    assert code == 0, err
     context = load_context(str(tmp_path / "words.npz"), 72)
     assert context.lengths[:3].tolist() == [3, 0, 1] and context.dtype == torch.float16
     tokens, _ = context[torch.tensor([0, 71])]
     assert tokens[..., 0].tolist() == [[1, 3, 4, 0, 0], [4, 0, 0, 0, 0]] and context.dim == 3
 
 
-def test_the_example_in_python(tmp_path):
-    done = subprocess.run(
-        [sys.executable, ROOT / "examples" / "in_python.py", tmp_path / "run"],
-        cwd=tmp_path,
-        env=environment() | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "4 images of (16, 16, 3)" in done.stdout and "(2, 3, 16, 16), by torch" in done.stdout
+def test_the_example_in_python(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    code, out, err = run("examples/in_python.py", f"{tmp_path}/run", cwd=tmp_path)
+    assert code == 0, err
+    assert "4 images of (16, 16, 3)" in out and "(2, 3, 16, 16), by torch" in out
 
 
 def test_the_reference_has_the_signatures_of_the_ops():

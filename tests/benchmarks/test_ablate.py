@@ -1,25 +1,18 @@
 """benchmarks.ablate: what is left out is not launched, and an impossible variant is said to be."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from benchmarks import ablate
-from benchmarks.harness import ROOT
 from diffusion.errors import ConfigError
+from tests.end_to_end.run import run
 
 
 def said_of(*settings):
     """By a process with Triton's compiler, which the interpreter replaces in this one."""
-    command = [sys.executable, "-m", "benchmarks.ablate", "batch=2", "gpu=h100", "processes=2"]
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    said = subprocess.run(
-        [*command, *settings], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-    assert said.returncode == 0, said.stderr
-    return said.stdout.splitlines()
+    command = "-m", "benchmarks.ablate", "batch=2", "gpu=h100", "processes=2"
+    code, out, err = run(*command, *settings)
+    assert code == 0, err
+    return out.splitlines()
 
 
 def test_a_kernel_that_is_left_out_is_not_launched():

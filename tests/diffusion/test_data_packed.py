@@ -2,8 +2,6 @@
 
 import random
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from diffusion.data.image_set import ImageSet
 from diffusion.data.packed import load_packed, packed_writer, write_packed
 from diffusion.errors import ConfigError
 
-from ..end_to_end.run import environment
+from ..end_to_end.run import run
 
 
 def random_set(n=5, h=4, w=6, c=3, labelled=True):
@@ -253,9 +251,7 @@ with packed_writer(Path(sys.argv[1]), (2, 2), 1) as writer:
 
 def test_what_a_killed_process_has_begun_is_deleted_by_the_next(tmp_path):
     for name in ("a.packed", "b.bin"):
-        subprocess.run(
-            [sys.executable, "-c", KILLED, str(tmp_path / name)], env=environment(), timeout=240
-        )
+        assert run("-c", KILLED, str(tmp_path / name))[0] == -9
         assert [path.name for path in tmp_path.iterdir()] == [f".writing_{name}"]
     write_packed(tmp_path / "c.packed", random_set())
     assert [path.name for path in tmp_path.iterdir()] == ["c.packed"]

@@ -1,8 +1,6 @@
 """tools/prepare.py as a user runs it."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from diffusion.data.images import Decoder
 from diffusion.errors import ConfigError
 from diffusion.runs.prepare import prepare as write
 
-from ..end_to_end.run import environment, run
+from ..end_to_end.run import run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -228,10 +226,8 @@ prepare(src=sys.argv[1], out=sys.argv[2])
 
 def test_killed_by_the_system(many):
     expected, out = whole(many), str(many / "a.packed")
-    command = [sys.executable, "-c", KILLED, str(many / "src"), out]
     for parts_more in ("3", "2"):
-        killed = subprocess.run([*command, parts_more], env=environment(), cwd=ROOT, timeout=240)
-        assert killed.returncode == -9
+        assert run("-c", KILLED, str(many / "src"), out, parts_more)[0] == -9
     assert parts.unfinished(many / "a.packed") == (5, 10)
     write(src=str(many / "src"), out=out)
     assert (many / "a.packed").read_bytes() == expected

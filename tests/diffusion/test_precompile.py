@@ -17,6 +17,8 @@ from diffusion.runtime import backend
 from diffusion.runtime import precompile as ahead
 from triton_kernels.runtime.device import Device
 
+from ..end_to_end.run import run
+
 ROOT = Path(__file__).resolve().parents[2]
 CUDA = torch.device("cuda", 0)
 HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True, arch=90)
@@ -90,21 +92,18 @@ assert not torch.cuda.is_initialized()
 """
 
 
-def test_copies_compile_without_a_gpu(tmp_path):
+def test_copies_compile_without_a_gpu(tmp_path, monkeypatch):
     """Each launch once; what is compiled already is found, and what fails stops no other."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
-    def run(*arguments):
-        command = [sys.executable, "-c", COMPILED, *arguments]
-        said = subprocess.run(
-            command, env=environment, check=True, capture_output=True, text=True, timeout=240
-        )
-        return said.stdout.strip(), said.stderr, sorted(tmp_path.rglob("*.cubin"))
+    def compiled(*arguments):
+        code, out, err = run("-c", COMPILED, *arguments)
+        assert code == 0, err
+        return out.strip(), err, sorted(tmp_path.rglob("*.cubin"))
 
-    said, _, first = run("broken")
+    said, _, first = compiled("broken")
     assert said == "1 kernels did not compile; 0 copies died" and len(first) == 3
-    said, errors, again = run()
+    said, errors, again = compiled()
     # Triton 3.6 links its launchers with a driver, which a machine without a GPU lacks
     lines = [x for x in errors.splitlines() if not x.startswith("a launcher is not built ahead: ")]
     assert said == "[0, 1, 2]" and again == first and lines == []

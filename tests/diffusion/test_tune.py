@@ -1,9 +1,6 @@
 """tools/tune.py and tools/doctor.py, where there is no GPU and where one is pretended."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +17,8 @@ from triton_kernels.registry.search import search
 from triton_kernels.registry.spec import Spec
 from triton_kernels.runtime.device import Device
 
+from ..end_to_end.run import run
+
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {"name": "unet", "model_channels": 32, "channel_mult": [1, 1], "num_res_blocks": 1}
 TINY |= {"attention_resolutions": []}
@@ -30,6 +29,7 @@ LISTED = """
 import json
 from diffusion.runs import tune
 from tests.diffusion.test_tune import ADA, HOPPER, TINY
+
 settings = tune.TuneSettings(model=TINY, diffusion={}, batch=2, size=16)
 found = tune.to_measure(settings, HOPPER)
 ada = tune.to_measure(settings, ADA)
@@ -37,14 +37,11 @@ print(json.dumps([found.shapes, found.known, found.kernels, ada.shapes, ada.know
 """
 
 
-def test_what_would_be_measured_on_a_gpu_that_is_not_here(tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"TRITON_DIFFUSION_CACHE": str(tmp_path)}
-    command = [sys.executable, "-c", LISTED]
-    said = subprocess.run(
-        command, cwd=ROOT, env=environment, check=True, capture_output=True, timeout=240
-    )
-    shapes, known, kernels, ada, ada_known, line = json.loads(said.stdout)
+def test_what_would_be_measured_on_a_gpu_that_is_not_here(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_DIFFUSION_CACHE", str(tmp_path))
+    code, out, err = run("-c", LISTED)
+    assert code == 0, err
+    shapes, known, kernels, ada, ada_known, line = json.loads(out)
     assert shapes + known == pytest.approx(ada + ada_known, abs=6)  # kernels differ, layers do not
     assert shapes > 5 and kernels > shapes and ada > 5 and ada_known == 0
     assert line.startswith(f"{ada} of {ada} shapes have no row; ")

@@ -56,7 +56,7 @@ class Forked:
     def run(
         self, command: list[str], cwd: Path, environment: dict[str, str], timeout: float
     ) -> tuple[int, str, str]:
-        """(exit code, stdout, stderr) of SCRIPT ... or -m MODULE ..."""
+        """(exit code, stdout, stderr) of SCRIPT ..., -m MODULE ... or -c CODE ..."""
         (said,) = self.run_together(command, cwd, [environment], timeout)
         return said
 
@@ -122,8 +122,12 @@ def _become(request: dict) -> NoReturn:
 
 
 def _run(script: str, *arguments: str) -> None:
-    """What `python SCRIPT ...` and `python -m MODULE ...` do."""
-    if script == "-m":
+    """What `python SCRIPT ...`, `python -m MODULE ...` and `python -c CODE ...` do."""
+    if script == "-c":
+        code, *arguments = arguments
+        sys.argv, sys.path[0] = ["-c", *arguments], ""
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    elif script == "-m":
         module, *arguments = arguments
         sys.argv, sys.path[0] = [module, *arguments], os.getcwd()
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -43,7 +43,7 @@ def environment() -> dict[str, str]:
 
 
 def start(*command: str, cwd: Path | None = None) -> subprocess.Popen:
-    """A process of its own for SCRIPT ... or -m MODULE ...; it ends with the test."""
+    """A process of its own for SCRIPT ..., -m MODULE ... or -c CODE ...; it ends with the test."""
     return started(
         [sys.executable, *_absolute(command)],
         cwd=cwd or ROOT,
@@ -100,7 +100,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 def _absolute(command: tuple[str, ...]) -> list[str]:
     first, *arguments = command
-    return [first if first == "-m" else str(ROOT / first), *arguments]
+    return [first if first in ("-m", "-c") else str(ROOT / first), *arguments]
 
 
 @functools.cache

@@ -1,9 +1,6 @@
 """Whatever is launched first, a kernel has one name in Triton's cache."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.end_to_end.run import run
 
 # A process of its own, since this one may have loaded Triton as an interpreter.
 SCRIPT = """
@@ -34,14 +31,5 @@ assert keys(names) == keys(names[::-1]) == keys(())
 
 
 def test_names_do_not_depend_on_the_order():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    code, _, err = run("-c", SCRIPT)
+    assert code == 0, err[-2000:]

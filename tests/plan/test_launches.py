@@ -2,14 +2,11 @@
 interpreter, which has no kernels of Hopper."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.end_to_end.run import run
+
 CODE = """
 import json, torch
 from diffusion.plan.__main__ import example
@@ -37,17 +34,9 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def found():
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    code, out, err = run("-c", CODE)
+    assert code == 0, err
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.mark.parametrize(("batch", "launches"), [("1", 128), ("16", 86)])

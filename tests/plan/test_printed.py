@@ -1,9 +1,6 @@
 """The page says what would run, without a GPU; wrong settings are named."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -22,20 +19,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def pages(*calls: list[str]) -> list[str]:
     """What the command prints. In a process without the interpreter, which has no kernels."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    code = (
+    script = (
         f"from diffusion.plan.__main__ import main\nfor call in {calls!r}: main(call), print('=')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split("=\n")
+    code, out, err = run("-c", script)
+    assert code == 0, err
+    return out.split("=\n")
 
 
 def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
