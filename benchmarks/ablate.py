@@ -3,7 +3,7 @@ fuse table: what each of them is worth.
 
     python -m benchmarks.ablate [key=value ...]
 
-    kernels=         names of the registry, such as `single_tile` or `conv_means/single_tile`, each
+    kernels=         names of the registry, such as `single_tile` or `conv_few/single_tile`, each
                      left out alone; with `+` between them, together; default, without `rows`: each
                      that `select` takes (of a joined launch the plan may only ask whether it can)
     rows=            rows of the fuse table (`diffusion/plan/fuse/`) whose names have one of these

@@ -5,11 +5,10 @@
     out=joins.jsonl     a line for each: what, spec, GPU, way, microseconds
     processes=12        that compile first; 0: none
     timing=60           seconds after that
-    what=norm,means,upsample
+    what=norm,upsample
                         norm: a convolution and the norm behind it, as in an evaluation, in parts
                         that the norm adds (`split`), with the norm in the epilogue (`conv_norm`,
                         `conv_norm_grid_sync`), or apart, with each kernel of the norm
-                        means: a convolution and the means of 2x2 pixels, in one launch or apart
                         upsample: nearest upsampling and a convolution, on the small image, with
                         filters made anew as in a step (`anew`), with each tile and filters that
                         are there (`kept`), or apart; and their gradients
@@ -30,7 +29,6 @@ from torch import Tensor
 
 from benchmarks import harness, precompile
 from benchmarks.harness import drawn, drawn_filters
-from triton_kernels.conv.conv_avg_pool import CONV_MEANS, conv_means
 from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from triton_kernels.conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
 from triton_kernels.conv.few import conv_few
@@ -46,7 +44,6 @@ from triton_kernels.conv.upsampled import (
 )
 from triton_kernels.norm.from_partials import NORM_OF_SUMS, norm_of_sums
 from triton_kernels.norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
-from triton_kernels.norm.sums import tensor_partials
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.search import time_call
 from triton_kernels.registry.spec import ConvSpec, NormSpec
@@ -58,7 +55,7 @@ DEFAULTS = {
     "out": "joins.jsonl",
     **precompile.SETTINGS,
     "timing": 60,
-    "what": ("norm", "means", "upsample"),
+    "what": ("norm", "upsample"),
 }
 Ways = dict[str, Callable[[], Tensor]]
 _GROUPS, _EPS = 32, 1e-5
@@ -76,13 +73,6 @@ _BEFORE_A_NORM = (
     (16, 512, 512, 1),
     (32, 128, 128, 3),
     (32, 320, 320, 3),
-)
-_BEFORE_MEANS = (
-    (8, 256, 256, 1),
-    (16, 192, 192, 1),
-    (16, 192, 192, 3),
-    (32, 128, 128, 1),
-    (32, 128, 128, 3),
 )
 _UPSAMPLED = (  # of the small image
     (8, 256, 256),
@@ -103,9 +93,6 @@ def jobs(what: Sequence[str]) -> list[tuple[str, ConvSpec]]:
     for side, k, c in _UPSAMPLED if "upsample" in what else ():
         size = {"h": side, "w": side, "k": k, "c": c, "filters": (c, k)}
         found += [("upsample", ConvSpec(n, "bf16", **size)) for n in (4, 16, 32)]
-    for side, k, c, r in _BEFORE_MEANS if "means" in what else ():
-        size = {"h": side, "w": side, "k": k, "c": c, "r": r, "s": r, "filters": (c, k)}
-        found += [("means", ConvSpec(n, "bf16", **size)) for n in (1, 4, 16, 64)]
     random.Random(0).shuffle(found)
     return found
 
@@ -119,7 +106,7 @@ def ways(what: str, spec: ConvSpec, device: torch.device) -> Ways:
     bias = torch.zeros(spec.c, device=device)
     if what == "upsample":
         return _upsampling(spec, x, exact, weight, bias, gpu)
-    return (_before_means if what == "means" else _before_a_norm)(x, weight, bias, gpu)
+    return _before_a_norm(x, weight, bias, gpu)
 
 
 def _before_a_norm(x: Tensor, weight: Tensor, bias: Tensor, gpu: Device) -> Ways:
@@ -152,18 +139,6 @@ def _before_a_norm(x: Tensor, weight: Tensor, bias: Tensor, gpu: Device) -> Ways
         found[name] = lambda config=config: conv_norm(x, weight, bias, following, config=config)[2]
     if CONV_NORM_GRID_SYNC.refuse(normed, gpu) is None:
         found["conv_norm_grid_sync"] = lambda: conv_norm_grid_sync(x, weight, bias, following)[2]
-    return found
-
-
-def _before_means(x: Tensor, weight: Tensor, bias: Tensor, gpu: Device) -> Ways:
-    def apart() -> Tensor:
-        y, _ = conv_few(x, weight, bias, stats=True)
-        return tensor_partials(gather(y, 0.25))
-
-    found: Ways = {"apart": apart}
-    for kernel, config in listed(CONV_MEANS, forward_spec(x, weight), gpu, untimed=True):
-        name = " ".join(map(str, ("conv_means", kernel.name, *config)))
-        found[name] = lambda config=config: conv_means(x, weight, bias, config=config)[0]
     return found
 
 

@@ -24,7 +24,6 @@ _FAMILIES = {
     "conv fwd": (
         "conv_forward",
         "conv_few",
-        "conv_means",
         "conv_norm_grid_sync",
         "conv_norm",
         "norm_conv",

@@ -26,7 +26,6 @@ from .attention import (
     cross_attention_fwd,
 )
 from .attention.projected import PROJECTED, projected_attention
-from .conv.conv_avg_pool import CONV_MEANS, conv_means
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from .conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
 from .conv.few import conv_few
@@ -85,7 +84,6 @@ __all__ = [
     "conv_few",
     "conv_forward",
     "conv_input_grad",
-    "conv_means",
     "conv_norm_grid_sync",
     "conv_norm",
     "conv_of_upsampled",
@@ -130,7 +128,6 @@ __all__ = [
 OPS = {
     op.name: op
     for op in (
-        CONV_MEANS,
         CONV_NORM_GRID_SYNC,
         CONV_NORM,
         CONV_SPLIT,

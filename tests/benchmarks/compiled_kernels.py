@@ -42,7 +42,7 @@ def all_kernels() -> dict[str, list]:
     found = {
         "train_step": kernels(train_step, *tiny, "providers=triton-bf16,triton-fp32,eager-bf16"),
         "scaling": kernels(scaling, *tiny),
-        "sweep_joins": kernels(sweep_joins, "what=norm,means"),
+        "sweep_joins": kernels(sweep_joins, "what=norm"),
         "sweep_configs": kernels(sweep_configs, "passes=few,norm_apply,forward", "shapes=12"),
     }
     small = "models=small", "batch=2"

@@ -39,7 +39,7 @@ def found():
     return json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("batch", "launches"), [("1", 128), ("16", 86)])
+@pytest.mark.parametrize(("batch", "launches"), [("1", 132), ("16", 92)])
 def test_number_of_launches(found, batch, launches):
     """Without what depends on parameters or timesteps alone, and the first: it makes the image."""
     assert found[batch]["launches"] == launches
@@ -47,22 +47,21 @@ def test_number_of_launches(found, batch, launches):
 
 def test_ops_of_an_evaluation_of_sixteen_images(found):
     expected = {
-        "conv_few": 11,
-        "conv_means": 2,
+        "conv_few": 17,
         "conv_norm_grid_sync": 14,
-        "conv_norm": 18,
+        "conv_norm": 14,
         "conv_upsampled": 3,
         "moments": 1,
         "norm_conv": 7,
         "norm_conv_of_two": 2,
-        "norm_of_sums": 9,
+        "norm_of_sums": 13,
         "norm_upsampled": 3,
         "norm_single_cta": 3,
         "projected_attention": 11,
     }
     ops = found["16"]["ops"]
     assert {op: count for op, count in ops.items() if op in expected} == expected
-    assert set(ops) - set(expected) == {"cast", "columns", "pad", "reshape", "slice",
+    assert set(ops) - set(expected) == {"avg_pool", "cast", "columns", "pad", "reshape", "slice",
                                         "upsampled_filters"}  # fmt: skip
 
 
@@ -74,7 +73,8 @@ def test_a_residual_block(found):
         return [row for row in found[batch]["blocks"] if row[1].startswith(name)]
 
     assert [row[0] for row in block("16", "input_blocks.1.0")] == ["norm_conv", "norm_conv"]
-    assert [row[0] for row in block("16", "input_blocks.11.0")] == ["conv_norm", "conv_norm"]
+    ops = [row[0] for row in block("16", "input_blocks.11.0")]  # behind an attention
+    assert ops == ["norm_of_sums", "conv_norm", "conv_norm"]
     ops = [row[0] for row in block("1", "input_blocks.10.0")]
     assert ops == ["norm_single_cta", "conv_split", "norm_single_cta", "conv_split"]
 

@@ -20,14 +20,13 @@ from ..registry.kernel import Kernel, Op
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_second
-from .conv_avg_pool import SingleTile
 from .fused_spec import forward_spec
-from .hopper import single_tile, tile_mma
+from .hopper import tile_mma
 from .hopper.operands import NormOfResult, Operands
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_MIN_PIXELS = 16  # of an image
+_MIN_PIXELS, _MOST_PIXELS = 16, 64  # of an image
 _GROUPS = (1, 2, 4, 8, 16)  # channels of one: those of a warp, which sums them by shuffles
 
 
@@ -48,8 +47,8 @@ def _refuse_norm(spec: ConvSpec) -> str | None:
     c, pixels = spec.c + spec.beside, spec.h * spec.w
     if c % spec.groups or c // spec.groups not in _GROUPS or spec.beside % tile_mma.CHANNELS:
         return f"{c} channels in {spec.groups} groups; a group has {', '.join(map(str, _GROUPS))}"
-    if spec.n == 0 or pixels < _MIN_PIXELS or single_tile.PIXELS % pixels:
-        return f"{spec.n} images of {pixels} pixels; tiles have {single_tile.PIXELS}"
+    if spec.n == 0 or pixels < _MIN_PIXELS or _MOST_PIXELS % pixels:
+        return f"{spec.n} images of {pixels} pixels; tiles have {_MOST_PIXELS}"
     return None
 
 
@@ -57,12 +56,6 @@ def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if reason := _refuse_norm(spec) or tile_mma.refuse(spec, gpu, ragged=False):
         return reason
     return None if _whole_images(spec, gpu) else f"no tile has whole images of {spec.h}x{spec.w}"
-
-
-def _refuse_1x1(spec: ConvSpec, gpu: Device) -> str | None:
-    if spec.h * spec.w != single_tile.PIXELS:
-        return f"images have {spec.h * spec.w} pixels, not {single_tile.PIXELS}"
-    return _refuse_norm(spec) or single_tile.refuse(spec, gpu)
 
 
 def _whole_images(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
@@ -87,17 +80,7 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
 CONV_NORM = Op(
     "conv_norm",
     ("h", "w", "k", "c", "dtype", "residual", "extras", "keep"),
-    (
-        Kernel("tile_mma", tile_mma.TileMma, _refuse, _configs, adds=FORWARD_TERMS),
-        Kernel(
-            "single_tile",
-            SingleTile,
-            _refuse_1x1,
-            lambda *_: [SingleTile()],
-            untimed=single_tile.untimed,
-            adds=("residual",),
-        ),
-    ),
+    (Kernel("tile_mma", tile_mma.TileMma, _refuse, _configs, adds=FORWARD_TERMS),),
     similar=False,
 )
 
@@ -108,12 +91,12 @@ def conv_norm(
     bias: Tensor,  # float32 [CO]
     norm: NextNorm,
     *,
-    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart; of 3x3 filters
+    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
     residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
-    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]; likewise
-    extra_bias: Tensor | None = None,  # float32 [CO]; likewise
+    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
+    extra_bias: Tensor | None = None,  # float32 [CO]
     x2: Tensor | None = None,  # [N, H, W, C2], dtype of x
-    config: tile_mma.TileMma | SingleTile | None = None,
+    config: tile_mma.TileMma | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """y [N, H, W, CO], or None if it is not kept; its partials [N, 1, 2, CO] if they are wanted;
     a [N, H, W, CO + C2], of y beside x2. The norm is of y as it was rounded."""
@@ -142,10 +125,6 @@ def conv_norm(
         added |= {"groups": norm.num_groups, "beside": c - co}
         spec = forward_spec(x, weight, extra=[other for other, _ in extra], **added)
         config = select(CONV_NORM, spec, describe(x.device), run).config
-    if isinstance(config, SingleTile):
-        assert emb is None and not extra and extra_bias is None
-        single_tile.launch(x, weight, bias, a if y is None else y, residual, sums, normed)
-        return y, sums, a
     beside = () if residual is None else (residual,)
     out = a if y is None else y
     given = Operands(x, weight, out, bias, sums, beside, extra, extra_bias, emb)

@@ -10,7 +10,6 @@ from ..registry.cost import HOPPER, Work
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
-from .conv_avg_pool import SingleTile
 from .fused import FORWARD, conv_forward
 from .fused_spec import forward_spec
 from .hopper import one_row, single_tile
@@ -26,6 +25,11 @@ class OneRow(NamedTuple):
 @configures("early")
 class Early(NamedTuple):
     """Tiles of `small_batch.whole_config`."""
+
+
+@configures("single_tile")
+class SingleTile(NamedTuple):
+    """Tiles of `single_tile.PIXELS`."""
 
 
 @configures("conv_forward")

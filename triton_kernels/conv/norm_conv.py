@@ -25,7 +25,6 @@ from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
-from .conv_avg_pool import empty_means
 from .fused_spec import forward_spec
 from .hopper import row_mma as gluon_rows
 from .hopper.operands import Means, Norm, Operands
@@ -138,7 +137,7 @@ def norm_conv(
     config: gluon_rows.StationaryWeights | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Means]:
     """y [N, H, W, CO], and its partials float32 [N, K, 2, CO], as `conv_forward` leaves them; and
-    its means as of `conv_means`."""
+    its means over 2x2 pixels, which have the bits of `avg_pool` of y, with their partials."""
     check_activation(activation)
     n, h, w, ci = x.shape
     co = weight.shape[0]
@@ -175,12 +174,19 @@ def norm_conv(
     if form.table:
         terms = num_groups, norm_weight, norm_bias, eps, scale, shift
         norm = norm._replace(table=norm_table((partials,), (h * w,), *terms))
-    room = empty_means(y, tiles, _empty) if means else None
+    room = _empty_means(y, tiles) if means else None
     gluon_rows.launch(
         config,
         Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm, means=room),
     )
     return (y, sums, room) if means else (y, sums)
+
+
+def _empty_means(y: Tensor, tiles: int) -> Means:
+    """Room for those of y, an image of which is so many tiles."""
+    n, h, w, c = y.shape
+    values = _empty((n, h // 2, w // 2, c), dtype=y.dtype, device=y.device)
+    return Means(values, _empty((n, tiles, 2, c), dtype=torch.float32, device=y.device))
 
 
 def norm_conv_of_two(

@@ -136,12 +136,6 @@ def _conv_meeting(run, node, given):
     return {"a": a, "y": y, "partials": partials}
 
 
-@launches("conv_means")
-def _conv_means(run, node, given):
-    y, partials, (means, sums) = run.kernels.conv_means(*_conv(given), **_terms(given))
-    return {"y": y, "partials": partials, "means": means, "sums": sums}
-
-
 @launches("norm_conv")
 def _norm_conv(run, node, given):
     x, weight, bias = _conv(given)

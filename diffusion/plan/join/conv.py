@@ -8,7 +8,6 @@ from .state import TERMS, Joining, norm_inputs
 _NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
 _MEETING_PIXELS = 1024  # the same, of at least so many images
 _MEETING_IMAGES = 8
-_MEANS_IMAGES = 8  # at least, of which the means may be in the launch of their convolution
 
 
 def linear(j: Joining, node: Node) -> None:
@@ -43,8 +42,6 @@ def conv(j: Joining, node: Node) -> None:
     splits = usual and j.joins("conv_split", j.spec(node, x))
     if reader is not None and usual:
         if reader.op == "norm" and _conv_then_norm(j, node, reader, splits):
-            return None
-        if reader.op == "avg_pool" and not splits and _conv_then_means(j, node, reader):
             return None
     if splits:
         parts = j.graph.value(f"{y.name}.parts", y.shape, y.exact)
@@ -103,18 +100,6 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
     j.emit(op, {**node.inputs, **affine, "x2": x2}, outputs, node, **attrs)
     j.graph.reason(norm.out, f"a norm in the launch of its convolution ({op})")
     j.done.add(norm)
-    return True
-
-
-def _conv_then_means(j: Joining, node: Node, pool: Node) -> bool:
-    if node.out.shape[0] < _MEANS_IMAGES or not _may_pool(j, node, pool):
-        return False
-    if not j.joins("conv_means", j.spec(node, node.inputs["x"])):
-        return False
-    outputs = node.outputs | means(j, pool)
-    j.emit("conv_means", node.inputs, outputs, node)
-    j.graph.reason(pool.out, "2x2 means in the launch of their convolution")
-    j.done.add(pool)
     return True
 
 

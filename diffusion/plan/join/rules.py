@@ -12,7 +12,6 @@ keeps busy. `join` visits the nodes of a forward pass in order and turns
                                     programs wait for one another
     conv to q, k, v; attention      into `projected_attention`; for many images with the norm before
     norm, conv of large images      into `norm_conv`, `norm_conv_of_two`; with following 2x2 means
-    conv, 2x2 means                 into `conv_means`
     upsample, conv                  into `conv_of_upsampled`, which computes on the small image
     upsample, norm of a concat      into `norm_upsampled`, followed by `conv_upsampled`
     2x2 means, norm of few pixels   into `norm_single_cta`

@@ -1,7 +1,7 @@
 """1x1 convolutions of inference for Hopper, written in Gluon: a program has one tile and asks for
 all of it at once.
 
-    y = conv(x) + bias + residual,   and its partial sums, or act(norm(y)) where a tile is an image
+    y = conv(x) + bias + residual,   and its partial sums
 
 Filters are asked for before the program waits for the launch in front, which does not write them;
 behind the wait come all of its pixels and the residual, in one trip to memory. The public op's is
@@ -18,7 +18,6 @@ from ...registry.cost import Work
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
-from .operands import Means, NormOfResult
 
 if SUPPORTED:
     from .single_tile_kernels import conv_single_tile_kernel
@@ -42,10 +41,9 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     return None
 
 
-def untimed(spec: ConvSpec, gpu: Device, most: int | None = None) -> str | None:
+def untimed(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it should not: there are more tiles than were timed."""
-    tiles = work(spec).tiles
-    most = _TILES * gpu.num_sms if most is None else most
+    tiles, most = work(spec).tiles, _TILES * gpu.num_sms
     return f"{tiles} tiles are more than {most}" if tiles > most else None
 
 
@@ -71,34 +69,16 @@ def conv_single_tile(
     stats: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """As `conv.fused.conv_forward`."""
-    n, h, w, _ = x.shape
+    n, h, w, ci = x.shape
     co = weight.shape[0]
+    m = n * h * w
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
     partials = None
     if stats:
         shape = (n, h * w // PIXELS, 2, co)
         partials = _empty(shape, dtype=torch.float32, device=x.device)
-    if n > 0:
-        launch(x, weight, bias, y, residual, partials, None)
-    return y, partials
-
-
-def launch(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, 1, 1]
-    bias: Tensor,  # [CO]
-    y: Tensor,  # [N, H, W, CO], to be written
-    residual: Tensor | None,  # [N, H, W, CO]
-    partials: Tensor | None,  # [N, H * W / PIXELS, 2, CO], to be written
-    normed: NormOfResult | None,  # if images are tiles
-    means: Means | None = None,  # to be written, of images of 8 to 32 columns
-) -> None:
-    """The convolution of some images, and the norm of it, or its means."""
-    n, h, w, ci = x.shape
-    co = weight.shape[0]
-    m = n * h * w
-    vectors, then = (None,) * 5, (None, 1, True)
-    tiles, second = m // PIXELS * (co // 64), 0
+    if n == 0:
+        return y, partials
     assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.data_ptr() % 16 == 0
 
     def in_tiles(t: Tensor) -> object:
@@ -106,31 +86,17 @@ def launch(
         assert t.is_contiguous()
         return in_boxes(t, [m, c], [c, 1], [PIXELS, 64])
 
-    if normed is not None:
-        assert h * w == PIXELS
-        x2 = None if normed.x2 is None else in_tiles(normed.x2)
-        vectors = in_tiles(normed.a), x2, normed.weight, normed.bias, normed.eps
-        then = normed.activation, normed.channels, normed.keep
-        second = normed.second
-        tiles += m // PIXELS * (second // 64)
-    conv_single_tile_kernel[(tiles,)](
+    conv_single_tile_kernel[(m // PIXELS * (co // 64),)](
         in_tiles(x),
         in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
         None if residual is None else in_tiles(residual),
         in_tiles(y),
         bias,
         partials,
-        *(means or (None, None)),
-        *vectors,
-        m,
         co,
-        second,
         PIXELS=PIXELS,
         K_BLOCKS=ci // 64,
-        W=w if means else None,
-        ACT=then[0],
-        CG=then[1],
-        KEEP=then[2],
         num_warps=4,
         **overlapping(x.device, m),
     )
+    return y, partials

@@ -284,7 +284,7 @@ def _multiply(
         if means_ptr is not None:
             gl.static_assert(ROWS == 2)
             means = means_of_two_rows(rounded[0], rounded[1])
-            store_means((means,), means_ptr, mean_sums_ptr, tile, c0, C, 1)
+            store_means(means, means_ptr, mean_sums_ptr, tile, c0, C)
         if HAS_BESIDE:
             tma.store_wait(0)
             sync_threads()

@@ -65,7 +65,6 @@ CHANNELS = 64  # of a tile
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _WHOLE = (4, *WIDTHS)  # of those that are whole, with an epilogue
 _COLUMNS = (32, 16, 8)  # of a tile in other images: the longest that divides their rows
-WIDTHS_OF_MEANS = (8, 16, 32)
 # Of a thread that multiplies, by the pixels of a tile: multiples of 24. The warps of three
 # warpgroups count, and with 240 they have all registers of a multiprocessor, so that no other
 # kernel has a program beside this one's.
@@ -86,12 +85,6 @@ def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:
     return [tile for tile in TILES if box_of(tile, spec.h, spec.w) is not None]
 
 
-def makes_means(config: TileMma, h: int, w: int) -> bool:
-    """Whether `launch` with one of `configs` makes `Means`: of whole pairs of rows of one image, of
-    which a piece of the epilogue has one at least."""
-    return h % 2 == 0 and w in WIDTHS_OF_MEANS and cut(config.block_m, h, w)[1] == 1
-
-
 def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = None) -> None:
     """The convolution, or its input gradient, with one of `configs`; or the convolution and
     the norm of it, if a tile is whole images, or tiles of an image meet (`epilogue_grid_sync`)."""
@@ -104,8 +97,6 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     blocks, steps = rings(config, images * width, device.shared_memory)
     overlap = overlapping(operands.x.device, 0)
     assert operands.partials is None or operands.partials.shape[1] == tiles
-    means = operands.means
-    assert means is None or (operands.partials is not None and makes_means(config, h, w))
     read, written = (partial(in_rows, rows=r, images=images, width=width) for r in (2, rows))
     vectors, then, second, of_image = (None,) * 6, (operands.activation_name, 1, True), 0, 1
     kept, factor = None, 1.0
@@ -129,7 +120,6 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     ragged = any(x % 64 for x in (k, c, *operands.extra_channels))
     conv_tile_mma_kernel[(min(count, device.num_sms),)](
         *operands.tensors(read, written, 64),
-        *(means or (None, None)),
         *vectors,
         kept,
         factor,

@@ -181,8 +181,6 @@ def conv_tile_mma_kernel(
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
-    means_ptr,  # [N, H / 2, W / 2, C]: of y, over 2x2 pixels, with tiles of one image; or None
-    mean_sums_ptr,  # [N, H / ROWS, 2, C] of these
     # [H, N, W, C + CX2] in the boxes of y_desc, or None: act(norm(y beside x2)) is to be written,
     # where a tile is whole images
     a_desc,
@@ -252,7 +250,7 @@ def conv_tile_mma_kernel(
     terms = Terms(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C, DGRAD, ACT, RAGGED)
     beside = Beside(beside1_desc, beside2_desc, beside_full, border)
     dropout = Dropout(kept_ptr, factor)
-    results = Results(y_desc, partial_ptr, means_ptr, mean_sums_ptr, KEEP)
+    results = Results(y_desc, partial_ptr, KEEP)
     norm = ThenNorm(
         a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps, CX2, CG, TILES, ACT
     )

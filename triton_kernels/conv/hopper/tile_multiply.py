@@ -20,7 +20,6 @@ from ...activations import activate_affine
 from ...hopper.compat import aggregate, reinterpret, sync_threads, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
-from .epilogue_avg_pool import means_of_piece, store_means
 from .epilogue_grid_sync import leave_sums, norm_of_image
 from .epilogue_norm import norm_of_tile
 from .tile_epilogue import (
@@ -49,8 +48,6 @@ class Results:
 
     y_desc: gl.tensor
     partial_ptr: gl.tensor
-    means_ptr: gl.tensor
-    mean_sums_ptr: gl.tensor
     KEEP: gl.constexpr
 
     @gluon.jit
@@ -199,13 +196,6 @@ def multiply_tiles(
                 second = squares_about_mean(rounded, total, second, PIECES)
             row = tiles.row(image, of_image, parity)
             store_sums(results.partial_ptr, row, C, offs, valid, total, second)
-        if results.means_ptr is not None:
-            means = ()
-            for j in gl.static_range(PIECES):
-                means = means + (means_of_piece(rounded[j], W),)
-            store_means(
-                means, results.means_ptr, results.mean_sums_ptr, i // tiles.blocks_c, c0, C, PIECES
-            )
         phase ^= 1
     if norm.x2_desc is not None:
         phase = phase if HAS_BESIDE else 0

@@ -32,7 +32,6 @@ from .conv import (
     conv_weight_grads,
 )
 from .conv_and_norm import (
-    conv_means,
     conv_norm,
     conv_norm_grid_sync,
     norm_conv,
@@ -88,7 +87,6 @@ __all__ = [
     "conv_few",
     "conv_forward",
     "conv_input_grad",
-    "conv_means",
     "conv_norm_grid_sync",
     "conv_norm",
     "conv_of_upsampled",

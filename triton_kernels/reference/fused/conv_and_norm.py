@@ -1,5 +1,5 @@
-"""What sampling has in one launch with a convolution: the norm in front of it, the norm behind it,
-or 2x2 means."""
+"""What sampling has in one launch with a convolution: the norm in front of it, perhaps with 2x2
+means behind it, or the norm behind it."""
 
 import torch
 
@@ -24,28 +24,23 @@ def conv_norm(x, weight, bias, norm, *, x2=None, **terms):
     return y if keep else None, partials if stats else None, a
 
 
-def conv_means(x, weight, bias, **terms):
-    """What `conv_forward` returns with partials, and (its 2x2 means, their partials)."""
-    y, partials = conv_forward(x, weight, bias, **terms, stats=True)
-    means = avg_pool(y)
-    return y, partials, (means, tensor_partials(means))
-
-
 def norm_conv(
     x, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
     *, scale=None, shift=None, means=False, **terms,
 ):  # fmt: skip
-    """`conv_forward` of act(norm(x)), with partials, or `conv_means`.
-    Tensors in `extra` may be half as large: then they are upsampled."""
+    """`conv_forward` of act(norm(x)), with partials; with `means` also (its 2x2 means, their
+    partials). Tensors in `extra` may be half as large: then they are upsampled."""
     pixels = x.shape[1] * x.shape[2]
     if "extra" in terms:
         whole = [upsample(t) if t.shape[1] < x.shape[1] else t for t, _ in terms["extra"]]
         terms["extra"] = [(t, w) for t, (_, w) in zip(whole, terms["extra"], strict=True)]
     norm = num_groups, norm_weight, norm_bias, eps, scale, shift
     a = apply(x, None, norm_table((partials,), (pixels,), *norm), activation)
-    if means:
-        return conv_means(a, weight, bias, **terms)
-    return conv_forward(a, weight, bias, stats=True, **terms)
+    y, partials = conv_forward(a, weight, bias, stats=True, **terms)
+    if not means:
+        return y, partials
+    pooled = avg_pool(y)
+    return y, partials, (pooled, tensor_partials(pooled))
 
 
 def norm_conv_of_two(

@@ -16,7 +16,6 @@ def _op(name: str, fits: Callable[[Spec], bool]) -> Op:
 
 
 _FITS = {
-    "conv_means": lambda s: s.h % 2 == s.w % 2 == 0,
     "conv_norm_grid_sync": lambda s: s.h * s.w <= 384,
     "conv_norm": lambda s: s.h * s.w <= 96,
     "conv_split": lambda s: s.h * s.w <= 24,
