@@ -1,5 +1,6 @@
 """A module that runs the forward and backward of another module by a plan."""
 
+import threading
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -17,6 +18,11 @@ from .build import Plan, plan
 from .calls.table import launch_kernels, launch_reference
 from .execute import Streams, run_moves
 from .graph import PlanError, Value
+from .numbers_as_tensors import are_tensors
+from .record import is_recording
+
+# Held while a module is recorded, when its parameters are others, and while they are read
+_MODULES = threading.RLock()
 
 
 class Accelerated(nn.Module):
@@ -33,11 +39,14 @@ class Accelerated(nn.Module):
         launch: Callable | None = None,  # how nodes are launched; None: as the device has it
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{type(module).__name__} is no torch.nn.Module, which a plan is of")
         self.module, self._launch = module, launch
         self._plans: dict[tuple, Plan] = {}
+        self._apart: set[tuple] = set()  # of calls whose numbers cannot be tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_plans": {}}  # plans are made again
+        return super().__getstate__() | {"_plans": {}, "_apart": set()}  # plans are made again
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -46,12 +55,17 @@ class Accelerated(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if is_recording():  # for the plan of a module that this is a part of
+            return self.module(*args, **kwargs)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise PlanError("torch.func cannot transform a plan (vmap, grad, jvp); use `.module`")
         return self.run(*self.plan_of(args, kwargs))
 
     def run(self, made: Plan, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a plan makes of arguments as `plan_of` gives them."""
         inputs = made.traced.leaves(args, kwargs)
-        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        with _MODULES:
+            tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         parameters = [tensors[name] for name in made.graph.parameters]
         if made.backward is None:
             with torch.no_grad():
@@ -62,7 +76,12 @@ class Accelerated(nn.Module):
 
     def plan_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, tuple, dict]:
         """The plan of a call, and its arguments as the plan takes them: a number, such as a
-        timestep, is a tensor to it, so that another number needs no other plan."""
+        timestep, is a tensor to it, so that another number needs no other plan, unless the module
+        does something else with a tensor."""
+        with _MODULES:
+            return self._plan_of(args, kwargs)
+
+    def _plan_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, tuple, dict]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
         numbers = [torch.tensor(x, device=device) if type(x) in (int, float) else x for x in leaves]
@@ -75,6 +94,12 @@ class Accelerated(nn.Module):
             if not fixed and has_numbers and self._key(leaves, spec) in self._plans:
                 continue
             try:
+                if has_numbers and not fixed:
+                    if key in self._apart:
+                        continue
+                    if not are_tensors(self.module, (args, kwargs), as_tensors):
+                        self._apart.add(key)
+                        continue
                 self._plans[key] = self._made(*(as_tensors if not fixed else (args, kwargs)))
             except (PlanError, ValueError, TypeError):
                 if fixed or not has_numbers:
@@ -105,7 +130,7 @@ class Accelerated(nn.Module):
         described = tuple(
             (x.shape, x.dtype, x.device, gradients and x.requires_grad)
             if isinstance(x, Tensor)
-            else (type(x), x)
+            else (type(x), _hashable(x))
             for x in leaves
         )
         modules = tuple(m.training for m in self.module.modules())
@@ -127,6 +152,15 @@ class Accelerated(nn.Module):
         flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
         is_ours = any(isinstance(m, Layer) for m in self.module.modules())
         return (layers, layers) if is_ours else flags
+
+
+def _hashable(x: Any) -> Any:
+    try:
+        hash(x)
+    except TypeError:
+        name = type(x).__name__
+        raise PlanError(f"an argument is of {name}; give tensors, numbers or words") from None
+    return x
 
 
 def launcher(device: torch.device) -> Callable:

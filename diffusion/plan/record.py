@@ -293,6 +293,12 @@ class _Notes(TorchDispatchMode):
         return f"{place or '?'} of {name}" if name else place or "?"
 
 
+def is_recording() -> bool:
+    """Whether a module is recorded now, in this thread."""
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _Notes) for mode in modes)
+
+
 class _Functions(TorchFunctionMode):
     """Sees what Python calls before PyTorch takes it apart."""
 
@@ -321,6 +327,8 @@ class _Functions(TorchFunctionMode):
             if not arguments:
                 if function == Tensor.__getitem__:
                     args = (args[0], _with_tensors(args[1]))
+                if not notes.shapes.by_device:
+                    function, args, kwargs = _of_numbers(function, args, kwargs)
                 result = self._called(function, name, args, kwargs)
                 if name == "detach":
                     self.detached[result.untyped_storage()._cdata] = result
@@ -418,6 +426,19 @@ def _with_tensors(index: Any) -> Any:
     if is_list and all(isinstance(i, int) for i in pytree.tree_leaves(index)):
         return torch.tensor(index)
     return index
+
+
+def _of_numbers(function: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """A call that makes a tensor of numbers, without its device, on which they would be lost."""
+    if function == Tensor.new_tensor:
+        function, dtype = torch.tensor, kwargs.get("dtype") or args[0].dtype
+        args, kwargs = args[1:], kwargs | {"dtype": dtype}
+    if function in (torch.tensor, torch.as_tensor, torch.asarray):
+        data = kwargs.get("data", args[:1])
+        if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(data)):
+            kwargs = {k: v for k, v in kwargs.items() if k != "device"}
+            args = args[:1] if function is torch.tensor else args[:2]  # the third is the device
+    return function, args, kwargs
 
 
 def _in_order(target: Any, args: Sequence, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:

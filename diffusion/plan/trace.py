@@ -60,7 +60,11 @@ def trace(
 ) -> Traced:
     """The graph of module(*args, **kwargs) for arguments of these shapes and dtypes. PlanError:
     something in it has no place in a plan, or it does not let itself be traced."""
-    with _plain_layers(module, dtype):
+    leaves = pytree.tree_leaves((args, kwargs))
+    for i, x in enumerate(leaves):
+        if isinstance(x, Tensor) and x.numel() == 0:
+            raise PlanError(f"its argument {i} is {list(x.shape)}: no plan is for empty tensors")
+    with plain_layers(module, dtype):
         recording = record(module, args, kwargs or {})
     traced = _Tracer(recording).run()
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
@@ -69,7 +73,7 @@ def trace(
 
 
 @contextmanager
-def _plain_layers(module: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+def plain_layers(module: nn.Module, dtype: torch.dtype | None = None) -> Iterator[None]:
     """The framework's layers call PyTorch's ops, which a trace can read, whatever their backend."""
     ops = SimpleNamespace(**{k: v for k, v in vars(reference).items() if callable(v)})
     # draws of dropout are an op of their own

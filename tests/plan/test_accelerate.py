@@ -3,7 +3,9 @@
 import copy
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -104,6 +106,78 @@ def test_another_timestep_needs_no_other_plan():
         for t in (0, 5, 999):
             assert close(fast(x, t).sample, module(x, t).sample)
     assert len(fast._plans) == 1
+
+
+class Of(nn.Module):
+    """A layer, and a function of it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.layer = function, nn.Conv2d(3, 3, 1)
+
+    def forward(self, x, t):
+        return self.function(self.layer(x), t)
+
+
+def test_a_number_that_diffusers_rounds_is_no_tensor():
+    """For a time of 7.5 UNet2DModel computes what it does for 7; for a tensor, not."""
+    module, (x, _), _ = network("diffusers: as diffusers trains")
+    fast = accelerate(module)
+    with torch.no_grad():
+        for t in (7.5, 7, 900.25):
+            assert close(fast(x, t).sample, module(x, t).sample), t
+
+
+@pytest.mark.parametrize(
+    ("function", "plans"),
+    [
+        (lambda y, t: y * t, 1),
+        (lambda y, t: y + torch.as_tensor(t, dtype=y.dtype).sin() * 3, 1),
+        (lambda y, t: y / (t + 1) if isinstance(t, float) else y, 3),
+        (lambda y, t: y[:, : 1 + int(t > 0.2)], 3),
+        (lambda y, t: y * torch.tensor([t, 1.0, 2.0], device=y.device)[:, None, None], 3),
+        (lambda y, t: y * y.new_tensor([t]), 3),
+        (lambda y, t: y * torch.as_tensor(t, device=y.device), 1),
+        (lambda y, t: y * {0.1: 5.0}.get(t, 7.0), 3),
+    ],
+)
+def test_numbers_are_tensors_where_the_module_does_the_same(function, plans):
+    module, x = Of(function), torch.randn(2, 3, 4, 4)
+    fast = accelerate(module)
+    for t in (0.1, 0.3, 0.7):
+        torch.testing.assert_close(fast(x, t), module(x, t))
+    assert len(fast._plans) == plans
+
+
+def test_a_number_keeps_its_digits_in_float64():
+    """As a tensor it would be of float32."""
+    module, x = Of(lambda y, t: y * t).double(), torch.randn(2, 3, 4, 4).double()
+    torch.testing.assert_close(accelerate(module)(x, 0.1), module(x, 0.1), rtol=1e-14, atol=0)
+
+
+def test_threads_that_call_at_once():
+    """A recording puts other tensors in the place of a module's parameters meanwhile."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 3, 1))
+    fast, x = accelerate(net), torch.randn(8, 3, 8, 8)
+
+    def evaluate(n):
+        with torch.no_grad():
+            return fast(x[:n])
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(evaluate, range(1, 9)))
+    for y in results:
+        torch.testing.assert_close(y, net(x[: len(y)]), rtol=1e-4, atol=1e-5)
+
+
+def test_an_accelerated_part_of_an_accelerated_module():
+    inner = nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU())
+    fast, x = (
+        accelerate(nn.Sequential(accelerate(inner), nn.Conv2d(3, 2, 1))),
+        torch.randn(1, 3, 4, 4),
+    )
+    torch.testing.assert_close(fast(x), fast.module[1](inner(x)))
+    torch.testing.assert_close(accelerate(accelerate(inner))(x), inner(x))
 
 
 def test_gradients_of_inputs_and_frozen_parameters():
@@ -236,6 +310,15 @@ def test_refusals_say_why():
     module, (x, t), _ = network("ours: unet.cu's")
     with pytest.raises(ValueError, match="multiples of 2"):
         accelerate(module)(x[:, :, :7], t)
+    fast, x = accelerate(nn.Conv2d(3, 3, 1)), torch.randn(2, 3, 4, 4)
+    with pytest.raises(PlanError, match=r"argument 0 is \[0, 3, 4, 4\]: no plan is for empty"):
+        fast(x[:0])
+    with pytest.raises(PlanError, match="an argument is of ndarray"):
+        accelerate(Of(lambda y, t: y))(x, np.ones(3))
+    with pytest.raises(PlanError, match="torch.func cannot transform a plan"):
+        torch.func.jvp(fast, (x,), (x,))
+    with pytest.raises(TypeError, match="function is no torch.nn.Module"):
+        accelerate(lambda x: x)
 
 
 def test_a_second_backward_and_changed_parameters_raise():

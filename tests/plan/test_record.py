@@ -172,6 +172,22 @@ def test_tensors_that_are_neither_parameters_nor_buffers():
     assert found.calls[0].args[1] is found.calls[1].args[1] is twin
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda net, x: x * torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device),
+        lambda net, x: x * torch.as_tensor([1.0, 2.0, 3.0, 4.0], device=x.device),
+        lambda net, x: x * torch.asarray([1.0, 2.0, 3.0, 4.0], device=x.device),
+        lambda net, x: x * x.new_tensor([1.0, 2.0, 3.0, 4.0]),
+    ],
+)
+def test_numbers_that_the_module_makes_tensors_of_are_seen(function):
+    """Where the device of an argument says nothing of numbers."""
+    _, found = calls(function)
+    ((_, constant),) = found.constants
+    assert constant.tolist() == [1, 2, 3, 4] and constant.dtype == torch.float32
+
+
 def test_lines_and_modules():
     _, found = calls(lambda net, x: net.inner(x).abs())
     linear, absolute = found.calls
