@@ -1,6 +1,7 @@
 """Imports point one way: entry scripts -> triton_diffusion -> diffusion -> triton_kernels."""
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -12,10 +13,17 @@ OURS = {"triton_kernels", "diffusion", "triton_diffusion", "tools", "benchmarks"
 OURS |= {"train", "sample"}
 
 
+@functools.cache
+def imports(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """Of a file, wherever they stand in it."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def imported(path: Path) -> set[str]:
-    """Top-level names of the absolute imports of a file, wherever they stand in it."""
+    """Top-level names of the absolute imports of a file."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports(path):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -68,7 +76,7 @@ def test_what_another_file_uses_has_no_underscore(folder):
     private = [
         f"{path.relative_to(ROOT)}: {alias.name}"
         for path in files(folder)
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in imports(path)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.name.startswith("_") and not alias.name.startswith("__")

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -20,17 +21,38 @@ PACKAGES = ("diffusion", "triton_diffusion", "triton_kernels")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Built from a copy, for building leaves folders behind."""
+def source(tmp_path_factory) -> Path:
+    """A copy of what a package is made of, for building leaves folders behind."""
     source = tmp_path_factory.mktemp("source")
-    for name in (*PACKAGES, "configs"):
+    for name in (*PACKAGES, "configs", "tools", "examples"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / name, source)
+    for path in ROOT.iterdir():
+        if path.is_file() and not path.name.startswith("."):
+            shutil.copy(path, source)
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(source) -> Path:
     command = ("pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", ".")
     subprocess.run([sys.executable, "-m", *command], cwd=source, check=True, timeout=240)
     (path,) = source.glob("*.whl")
     return path
+
+
+def test_the_source_package_has_the_scripts(source):
+    """With their configuration and what `make demo` reads."""
+    code = "from setuptools.build_meta import build_sdist; build_sdist('dist')"
+    subprocess.run(
+        [sys.executable, "-c", code], cwd=source, check=True, capture_output=True, timeout=240
+    )
+    (path,) = (source / "dist").glob("*.tar.gz")
+    names = {name.partition("/")[2] for name in tarfile.open(path).getnames()}
+    wanted = ("train.py", "sample.py", "Makefile", "constraints.txt", "README.md", "LICENSE")
+    assert names >= {*wanted, "configs/train.yaml", "triton_kernels/py.typed"}
+    for folder in ("tools", "examples", "configs"):
+        there = (p for p in (ROOT / folder).rglob("*") if p.suffix in (".py", ".yaml"))
+        assert {str(path.relative_to(ROOT)) for path in there} <= names
 
 
 def test_the_wheel_has_all_that_is_needed_and_three_names(wheel):
