@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...hopper.compat import reinterpret, sync_threads, tma_load
 from ...hopper.pipeline import new_ring
+from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
 
 # A pixel is bits p3 p2 p1 p0 of its place in a step, a channel c5 ... c0. Registers of a thread:
@@ -166,7 +167,7 @@ def _load_all(
 
 @gluon.jit
 def _multiply_all(
-    dw_ptr, ring, steps, CI, CO, co0, j0, x_blocks,
+    GROUP: gl.constexpr, dw_ptr, ring, steps, CI, CO, co0, j0, x_blocks,
     PRODUCTS: gl.constexpr, TAPS: gl.constexpr, X_BLOCKS: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     _, dy_bufs = ring.bufs
@@ -238,23 +239,12 @@ def conv_mma_wgrad_kernel(
     ring = new_ring((x_bufs, dy_bufs), STAGES)
     fence_async_shared()
     sync_threads()
-    gl.warp_specialize(
-        [
-            (
-                _multiply_all,
-                (
-                    dw_ptr, ring, steps, CI, CO, co0, j0, x_blocks, PRODUCTS, TAPS, X_BLOCKS,
-                    AHEAD,
-                ),
-            ),
-            (
-                _load_all,
-                (
-                    x_desc, dy_desc, ring, first, steps, P, Q, co0, j0, x_blocks, S, PAD_H, PAD_W,
-                    X_BLOCKS,
-                ),
-            ),
-        ],
-        [1],
-        [24],
+    launch_roles(
+        _multiply_all, (
+            dw_ptr, ring, steps, CI, CO, co0, j0, x_blocks, PRODUCTS, TAPS, X_BLOCKS, AHEAD,
+        ),
+        _load_all, (
+            x_desc, dy_desc, ring, first, steps, P, Q, co0, j0, x_blocks, S, PAD_H, PAD_W, X_BLOCKS,
+        ),
+        1, (None, 24),
     )  # fmt: skip
