@@ -15,13 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
 
-from ...hopper.compat import aggregate, allocate_for_views, sync_threads, tma_load
+from ...hopper.compat import aggregate, sync_threads, tma_load
 from ...hopper.pipeline import new_ring, wait_for
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
-from .row_memory import block_chunks, clear_margins
-from .row_wgrad import Rows
-from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, load_piece
+from .row_wgrad import Rows, new_row_ring
+from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, begin_of, load_piece
 
 # --- 3x3 filters ----------------------------------------------------------------------------------
 
@@ -71,18 +70,8 @@ def conv_row_group_wgrad_kernel(
     RAGGED: gl.constexpr,  # channels are no multiple of 64
     num_warps: gl.constexpr,
 ):
-    PIXELS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     NUMBERS: gl.constexpr = 9 * 64 * 64
-    dtype: gl.constexpr = x1_desc.dtype
-    MARGINS: gl.constexpr = 1 if COLUMNS == 1 else 2
-    x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W, MARGINS), 8, 64], PIXELS)
-    dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy1_desc.block_shape, dy1_desc.layout)
-    ring = new_ring((x_bufs, dy_bufs), STAGES, 3)
-    if COLUMNS == 1:
-        clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
-    else:
-        fence_async_shared()
-        sync_threads()
+    ring = new_row_ring(x1_desc, dy1_desc, W, COLUMNS, STAGES, num_warps)
     await_inputs()
 
     gradients = (
@@ -99,8 +88,8 @@ def conv_row_group_wgrad_kernel(
     place = program - whole
     place = place % (pieces // spread) * spread + place // (pieces // spread)
     cut_tiles = (blocks - whole) * tiles
-    first = whole * tiles + (place.to(gl.int64) * cut_tiles // pieces).to(gl.int32)
-    last = whole * tiles + ((place + 1).to(gl.int64) * cut_tiles // pieces).to(gl.int32)
+    first = whole * tiles + begin_of(place, pieces, cut_tiles)
+    last = whole * tiles + begin_of(place + 1, pieces, cut_tiles)
     to_ptr = part_ptr + place.to(gl.int64) * (NUMBERS if ALONE else 2 * NUMBERS)
     stride_co = 9 * 64
     stride_tap = 64

@@ -24,7 +24,7 @@ from ...hopper.pipeline import new_ring
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
 from .row_memory import block_chunks, clear_margins, row_from, row_of_tap, side_from
-from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, load_piece
+from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, begin_of, load_piece
 
 
 @gluon.jit
@@ -110,6 +110,27 @@ class Rows:
         return R * 3 * sums.stride_next
 
 
+@gluon.jit
+def new_row_ring(
+    x_desc, dy_desc, W: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """Of tiles of 256 pixels of dy, and of the rows of x that belong to them."""
+    K: gl.constexpr = x_desc.block_shape[3]
+    PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
+    dtype: gl.constexpr = x_desc.dtype
+    MARGINS: gl.constexpr = 1 if COLUMNS == 1 else 2
+    x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W, MARGINS), 8, K], PIXELS)
+    dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
+    ring = new_ring((x_bufs, dy_bufs), STAGES, 3)
+    if COLUMNS == 1:
+        clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
+    else:
+        fence_async_shared()
+        sync_threads()
+    return ring
+
+
 @gluon.jit(do_not_specialize=["tiles"])
 def conv_row_wgrad_kernel(
     x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one row;
@@ -131,17 +152,7 @@ def conv_row_wgrad_kernel(
     num_warps: gl.constexpr,
 ):
     K: gl.constexpr = x_desc.block_shape[3]
-    PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
-    dtype: gl.constexpr = x_desc.dtype
-    MARGINS: gl.constexpr = 1 if COLUMNS == 1 else 2
-    x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W, MARGINS), 8, K], PIXELS)
-    dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
-    ring = new_ring((x_bufs, dy_bufs), STAGES, 3)
-    if COLUMNS == 1:
-        clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
-    else:
-        fence_async_shared()
-        sync_threads()
+    ring = new_row_ring(x_desc, dy_desc, W, COLUMNS, STAGES, num_warps)
     await_inputs()
 
     ci_blocks = gl.cdiv(CI, 64) if K == 64 else 1
@@ -152,8 +163,8 @@ def conv_row_wgrad_kernel(
     part_ptr += split.to(gl.int64) * stride_split
     ci0 = block % ci_blocks * 64
     co0 = block // ci_blocks * 64
-    first = block * tiles + (split.to(gl.int64) * tiles // splits).to(gl.int32)
-    last = block * tiles + ((split + 1).to(gl.int64) * tiles // splits).to(gl.int32)
+    first = block * tiles + begin_of(split, splits, tiles)
+    last = block * tiles + begin_of(split + 1, splits, tiles)
     left_co = None
     left_ci = None
     if RAGGED or K == 16:

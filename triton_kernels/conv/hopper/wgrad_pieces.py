@@ -34,6 +34,12 @@ class Gradient:
         return gl.cdiv(self.CI, CI_SIZE) * gl.cdiv(self.CO, CO_SIZE)
 
 
+@gluon.jit
+def begin_of(piece, pieces, tiles):
+    """The first tile of a piece, of so many that divide `tiles` among themselves."""
+    return (piece.to(gl.int64) * tiles // pieces).to(gl.int32)
+
+
 @aggregate
 class Piece:
     """The tiles of the list that a program has."""
