@@ -24,42 +24,32 @@ def channels_of(ci: Sequence[int], co: Sequence[int]) -> list[int]:
 
 
 @triton.jit
+def _blocks(CI, CO, TILE_CO: tl.constexpr, TILE_CI: tl.constexpr):
+    """Of a gradient, in the list."""
+    return tl.cdiv(CO, TILE_CO) * tl.cdiv(CI, TILE_CI)
+
+
+@triton.jit
 def _gradient_of(
     block,  # in the list of the blocks of all gradients
-    out1_ptr, out2_ptr, out3_ptr, out4_ptr,
-    CI1, CI2, CI3, CI4,
-    CO1, CO2, CO3, CO4,
-    stride1, stride2, stride3, stride4,
+    gradients,  # of each: CI, CO, the distance of its rows, and a pointer
     TILE_CO: tl.constexpr,
     TILE_CI: tl.constexpr,
-):  # fmt: skip
-    """Where its gradient is, the distance of its rows, and its channels; and which of its blocks it
-    is."""
-    blocks1 = tl.cdiv(CO1, TILE_CO) * tl.cdiv(CI1, TILE_CI)
-    blocks2 = tl.cdiv(CO2, TILE_CO) * tl.cdiv(CI2, TILE_CI)
-    blocks3 = tl.cdiv(CO3, TILE_CO) * tl.cdiv(CI3, TILE_CI)
-    CI = CI1
-    CO = CO1
-    stride = stride1
-    out_ptr = out1_ptr
+):
+    """The gradient that the block is of, and which of its blocks it is."""
+    CI, CO, stride, out_ptr = gradients[0]
+    blocks1 = _blocks(CI, CO, TILE_CO, TILE_CI)
+    blocks2 = _blocks(gradients[1][0], gradients[1][1], TILE_CO, TILE_CI)
+    blocks3 = _blocks(gradients[2][0], gradients[2][1], TILE_CO, TILE_CI)
     if block >= blocks1:
         block -= blocks1
-        CI = CI2
-        CO = CO2
-        stride = stride2
-        out_ptr = out2_ptr
+        CI, CO, stride, out_ptr = gradients[1]
         if block >= blocks2:
             block -= blocks2
-            CI = CI3
-            CO = CO3
-            stride = stride3
-            out_ptr = out3_ptr
+            CI, CO, stride, out_ptr = gradients[2]
             if block >= blocks3:
                 block -= blocks3
-                CI = CI4
-                CO = CO4
-                stride = stride4
-                out_ptr = out4_ptr
+                CI, CO, stride, out_ptr = gradients[3]
     return out_ptr, stride, CI, CO, block
 
 
@@ -97,10 +87,16 @@ def _sum_group_kernel(
     NUMBERS: tl.constexpr = TILE_CO * TAPS * TILE_CI
     block = tl.program_id(0) // (NUMBERS // BLOCK)
     offs = tl.program_id(0) % (NUMBERS // BLOCK) * BLOCK + tl.arange(0, BLOCK)
-    blocks1 = tl.cdiv(CO1, TILE_CO) * tl.cdiv(CI1, TILE_CI)
-    blocks2 = tl.cdiv(CO2, TILE_CO) * tl.cdiv(CI2, TILE_CI)
-    blocks3 = tl.cdiv(CO3, TILE_CO) * tl.cdiv(CI3, TILE_CI)
-    blocks = blocks1 + blocks2 + blocks3 + tl.cdiv(CO4, TILE_CO) * tl.cdiv(CI4, TILE_CI) - whole
+    gradients = (
+        (CI1, CO1, stride1, out1_ptr),
+        (CI2, CO2, stride2, out2_ptr),
+        (CI3, CO3, stride3, out3_ptr),
+        (CI4, CO4, stride4, out4_ptr),
+    )
+    blocks = _blocks(CI1, CO1, TILE_CO, TILE_CI)
+    for i in tl.static_range(1, 4):
+        blocks += _blocks(gradients[i][0], gradients[i][1], TILE_CO, TILE_CI)
+    blocks -= whole
 
     # the programs that have the block's first tile and its last, of pieces [p, p + 1) total / P
     total = (blocks * tiles).to(tl.int64)
@@ -114,10 +110,7 @@ def _sum_group_kernel(
         acc += tl.load(rows + offs[None, :], mask=(offs_p <= last)[:, None], other=0.0)
     result = tl.sum(acc, axis=0)
 
-    out_ptr, stride, CI, CO, block = _gradient_of(
-        block + whole, out1_ptr, out2_ptr, out3_ptr, out4_ptr, CI1, CI2, CI3, CI4, CO1, CO2, CO3,
-        CO4, stride1, stride2, stride3, stride4, TILE_CO, TILE_CI,
-    )  # fmt: skip
+    out_ptr, stride, CI, CO, block = _gradient_of(block + whole, gradients, TILE_CO, TILE_CI)
     ci_blocks = tl.cdiv(CI, TILE_CI)
     co = block // ci_blocks * TILE_CO + offs // (TAPS * TILE_CI)
     ci = block % ci_blocks * TILE_CI + offs % TILE_CI
