@@ -26,7 +26,7 @@ from torch import nn
 
 import triton_kernels
 from triton_kernels import fused_ops, reference
-from triton_kernels.registry.chips import CHIPS, Chip
+from triton_kernels.registry.chips import Chip, chip
 
 from ..errors import ConfigError, check_writable, writing
 from ..factory import POLICY_MODELS, build_model, build_policy_model, with_conditions
@@ -75,7 +75,6 @@ def settings(arguments: list[str]) -> dict[str, str]:
     for name, choices in (
         ("model", models),
         ("mode", ("train", "sample")),
-        ("gpu", tuple(CHIPS)),
         ("precision", tuple(PRECISIONS)),
     ):
         if given[name] not in choices:
@@ -172,12 +171,16 @@ def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip
 
 def main(arguments: list[str]) -> None:
     given = settings(arguments)
+    try:
+        gpu = chip(given["gpu"])
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     changed = changes(given["model"], arguments)
     out = Path(given["out"]) if given["out"] else None
     if out is not None:
         check_writable(out)
     try:
-        found = _page(given, changed, CHIPS[given["gpu"]])
+        found = _page(given, changed, gpu)
     except PlanError as error:
         raise ConfigError(str(error)) from error
     print(table(found))

@@ -44,6 +44,18 @@ def test_without_bias_and_without_gradients(device):
     assert dw.shape == weight.shape
 
 
+def test_of_no_channels(device):
+    """Sums of nothing: the bias alone, and gradients without numbers."""
+    x = torch.randn(2, 3, 4, 0, device=device, requires_grad=True)
+    weight = torch.empty(5, 3, 3, 0, device=device).permute(0, 3, 1, 2).requires_grad_()
+    bias = torch.randn(5, device=device, requires_grad=True)
+    y = conv.conv2d(x, weight, bias)
+    assert torch.equal(y, bias.expand(2, 3, 4, 5))
+    dx, dweight, dbias = torch.autograd.grad(y.sum(), (x, weight, bias))
+    assert (dx.shape, dweight.shape) == (x.shape, weight.shape)
+    assert torch.equal(dbias, torch.full_like(bias, 24.0))
+
+
 @pytest.mark.parametrize("offset", [3, 8])
 def test_weight_may_be_a_view_into_a_flat_buffer(offset, device):
     """With 8 elements before it, it has the 16-byte alignment that TMA needs; with 3 it has not."""

@@ -103,7 +103,7 @@ def test_every_kernel_is_there_and_one_is_taken(gpu, capsys):
 
 
 def test_a_measured_row_is_named(capsys):
-    main([LINE, "gpu=h200"])
+    main([LINE, "gpu=H200"])
     (taken,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  ->"))
     assert "stationary_weights" in taken and "measured" in taken
 

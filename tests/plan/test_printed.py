@@ -49,6 +49,7 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
     ("argument", "said"),
     [
         ("gpu=h999", "gpu=h999 is unknown; choose one of h100"),
+        ("gpu=t4", "the kernels are for compute capability 8.0 and later"),
         ("model=unet65", "model=unet65 is unknown; choose one of adm64"),
         ("batch=0", "batch=0 is no whole number"),
         ("context=77", "context=77; expected TOKENSxNUMBERS, such as 77x768"),

@@ -83,7 +83,7 @@ def _conv2d_wgrad(
     config: tuple | None = None,  # a tile of a kernel of `weight_grad.WEIGHT_GRAD`
 ) -> Tensor:  # like weight
     dweight = _empty((weight.numel(),), dtype=weight.dtype, device=x.device)
-    if dy.numel() == 0:
+    if dy.numel() == 0 or weight.numel() == 0:
         return dweight.zero_().as_strided(weight.shape, weight.stride())
     precision = precision_of(x.dtype, allow_tf32)
     kernel, planned = weight_grad.plan(x, dy, weight, stride, padding, precision, config)

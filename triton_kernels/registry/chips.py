@@ -31,6 +31,7 @@ CHIPS = {
     "h200": Chip(_gpu(90, 132, 227), 4.23e12, 790e12, measured=True),
     "gh200": Chip(_gpu(90, 132, 227), 4.0e12, 790e12),
     "a100": Chip(_gpu(80, 108, 163), 2.0e12, 312e12),
+    "a6000": Chip(_gpu(86, 84, 99), 0.77e12, 155e12),
     "rtx3090": Chip(_gpu(86, 82, 99), 0.94e12, 71e12),
     "rtx4090": Chip(_gpu(89, 128, 99), 1.0e12, 165e12),
     "l40s": Chip(_gpu(89, 142, 99), 0.86e12, 362e12),
@@ -41,9 +42,12 @@ CHIPS = {
 
 def chip(name: str) -> Chip:
     """The product of this name. ValueError: there is none."""
-    if name not in CHIPS:
-        raise ValueError(f"gpu={name} is unknown; choose one of {', '.join(CHIPS)}")
-    return CHIPS[name]
+    if name.lower() not in CHIPS:
+        raise ValueError(
+            f"gpu={name} is unknown; choose one of {', '.join(CHIPS)}; the kernels are for compute"
+            " capability 8.0 and later"
+        )
+    return CHIPS[name.lower()]
 
 
 def floor(chip: Chip, flops: float, size: float) -> float:
