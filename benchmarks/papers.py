@@ -48,6 +48,7 @@ from benchmarks.steps import (
 )
 from diffusion.errors import ConfigError
 from diffusion.plan.inference import sampling_network
+from triton_kernels.runtime.dependent_launch import dependent_launches
 
 # images that one GPU has in a step
 _BATCHES = {
@@ -238,7 +239,8 @@ def rehearse(case: Case, checked: bool = True) -> None:
     labels = random_labels(network.num_classes, case.batch, host)
     tables = plan.tabulate(torch.tensor([500]), labels, case.batch)
     x = torch.empty(case.batch, images.size, images.size, images.channels)
-    plan.at_row(x, torch.zeros(1, dtype=torch.int64), tables)
+    with dependent_launches(case.batch * images.size**2):  # as in `evaluation_step`
+        plan.at_row(x, torch.zeros(1, dtype=torch.int64), tables)
     if checked:
         labels = random_labels(network.num_classes, _CHECKED, host)
         plan(x.new_empty(_CHECKED, *x.shape[1:]), torch.zeros(_CHECKED, dtype=torch.int64), labels)

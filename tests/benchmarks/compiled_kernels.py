@@ -1,4 +1,5 @@
-"""What benchmarks would compile before they time anything, as JSON: the kernels by benchmark.
+"""What benchmarks would compile before they time anything, as JSON: the kernels by benchmark,
+with a + where they are dependent launches.
 
 python -m tests.benchmarks.compiled_kernels      without TRITON_INTERPRET
 """
@@ -8,7 +9,15 @@ from collections.abc import Iterator
 from types import ModuleType
 from unittest import mock
 
-from benchmarks import accelerated, precompile, scaling, sweep_configs, sweep_joins, train_step
+from benchmarks import (
+    accelerated,
+    papers,
+    precompile,
+    scaling,
+    sweep_configs,
+    sweep_joins,
+    train_step,
+)
 from tests.kernels import chips
 from triton_kernels.runtime.launch_recorder import Launch
 
@@ -22,12 +31,16 @@ SMALL = {
 }
 
 
+def name_of(launch: Launch) -> str:
+    return launch.kernel.__name__ + "+" * launch.options.get("launch_pdl", False)
+
+
 def kernels(module: ModuleType, *arguments: str) -> list:
     """The architecture, the processes that compile, and the names of all kernels."""
     found = []
 
     def compile_launches(launches: list[Launch], arch: int, processes: int) -> Iterator[Launch]:
-        found.extend([arch, processes, sorted({launch.kernel.__name__ for launch in launches})])
+        found.extend([arch, processes, sorted({name_of(launch) for launch in launches})])
         yield from launches
 
     chip = f"compile_for={json.dumps(chips.HOPPER)}"
@@ -45,6 +58,8 @@ def all_kernels() -> dict[str, list]:
         "sweep_joins": kernels(sweep_joins, "what=norm"),
         "sweep_configs": kernels(sweep_configs, "passes=few,norm_apply,forward", "shapes=12"),
     }
+    one = "models=unet_tiny", "batch=1", "what=evaluate", "evaluate=1"
+    found["papers"] = kernels(papers, *one)
     small = "models=small", "batch=2"
     with mock.patch.object(accelerated, "NETWORKS", {"small": SMALL}):
         for what in ("train", "evaluate"):
