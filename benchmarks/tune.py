@@ -120,21 +120,17 @@ def _run_ops(settings: dict, batch: int, device: torch.device) -> Iterator[None]
 
 def report(found: Search, shown: int) -> None:
     """Print the shapes that gained most, and what was wrong."""
-    times = {_text(row): row["us"] for row in found.times}
+    times = {rows.described(row): row["us"] for row in found.times}
     gains = []
     for best, default in zip(found.rows, found.defaults, strict=True):
-        before, after = times.get(_text(default)), times[_text(best)]
+        before, after = times.get(rows.described(default)), times[rows.described(best)]
         if before is not None:  # else it was wrong
             gains.append((before - after, before, best))
     gains.sort(key=lambda gain: gain[0], reverse=True)
     for gain, before, best in gains[:shown]:
-        print(f"{before:7.1f} -> {before - gain:7.1f} us  {_text(best)}")
+        print(f"{before:7.1f} -> {before - gain:7.1f} us  {rows.described(best)}")
     for row in found.rejected:
-        print(f"! wrong result, left out: {_text(row)}")
-
-
-def _text(row: dict) -> str:
-    return " ".join(f"{key}={value}" for key, value in row.items() if key != "us")
+        print(f"! wrong result, left out: {rows.described(row)}")
 
 
 if __name__ == "__main__":

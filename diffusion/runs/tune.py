@@ -180,15 +180,15 @@ def _measure(
 
 def _report(found: Search) -> None:
     """The sum of what was gained, and where it was most."""
-    times = {_text(row): row["us"] for row in found.times}
-    pairs = [(times.get(_text(d)), times.get(_text(b)), b) for b, d in _best(found)]
+    times = {rows.described(row): row["us"] for row in found.times}
+    pairs = [(times.get(rows.described(d)), times.get(rows.described(b)), b) for b, d in _best(found)]
     pairs = [(before, after, row) for before, after, row in pairs if before and after]
     if not pairs:
         return
     before, after = (sum(pair[i] for pair in pairs) for i in (0, 1))
     print(f"one call of each shape: {before / 1000:.2f} -> {after / 1000:.2f} ms")
     for was, now, row in sorted(pairs, key=lambda pair: pair[1] - pair[0])[:_SHOWN]:
-        print(f"  {was:7.1f} -> {now:7.1f} us  {_text(row)}")
+        print(f"  {was:7.1f} -> {now:7.1f} us  {rows.described(row)}")
     if found.rejected:
         print(f"{len(found.rejected)} candidates had wrong results and are excluded")
 
@@ -200,8 +200,4 @@ def _best(found: Search) -> list[tuple[dict, dict]]:
 
 
 def _shape(row: dict[str, Any]) -> str:
-    return _text({k: v for k, v in row.items() if k not in ("kernel", "config")})
-
-
-def _text(row: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in row.items() if key != "us")
+    return rows.described({k: v for k, v in row.items() if k not in ("kernel", "config")})

@@ -111,6 +111,11 @@ def save(rows: list[dict[str, Any]], path: Path) -> None:
     table.cache_clear()
 
 
+def described(row: dict[str, Any]) -> str:
+    """A row as one line, without its time."""
+    return " ".join(f"{key}={value}" for key, value in row.items() if key != "us")
+
+
 def _identity(row: dict[str, Any]) -> str:
     shape = {k: v for k, v in row.items() if k not in ("kernel", "config")}
     return json.dumps(shape, sort_keys=True)
