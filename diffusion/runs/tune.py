@@ -181,8 +181,11 @@ def _measure(
 def _report(found: Search) -> None:
     """The sum of what was gained, and where it was most."""
     times = {rows.described(row): row["us"] for row in found.times}
-    pairs = [(times.get(rows.described(d)), times.get(rows.described(b)), b) for b, d in _best(found)]
-    pairs = [(before, after, row) for before, after, row in pairs if before and after]
+    pairs = []
+    for best, default in _best(found):
+        before, after = (times.get(rows.described(row)) for row in (default, best))
+        if before and after:
+            pairs.append((before, after, best))
     if not pairs:
         return
     before, after = (sum(pair[i] for pair in pairs) for i in (0, 1))
