@@ -300,7 +300,11 @@ def _listed(defaults: dict[str, Any]) -> str:
 
 
 def run_entry(main: Callable[[list[str]], int]) -> NoReturn:
-    """Run an entry point; what the user gave wrong becomes one line and exit code 2."""
+    """Run an entry point; what the user gave wrong becomes one line and exit code 2. --help prints
+    what the module of `main` says of itself."""
+    if {"--help", "-h"} & set(sys.argv):
+        print(sys.modules[main.__module__].__doc__)
+        sys.exit()
     settle_cache_folder()
     try:
         sys.exit(main(sys.argv[1:]))

@@ -192,6 +192,9 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if {"--help", "-h"} & set(sys.argv):
+        print(__doc__)
+        sys.exit()
     try:
         main(sys.argv[1:])
     except (ConfigError, ValueError) as error:

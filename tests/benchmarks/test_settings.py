@@ -68,6 +68,13 @@ def test_settings_take_the_types_of_their_defaults():
     assert dataclasses.asdict(row())["bytes"] == 2**35
 
 
+@pytest.mark.parametrize("module", ["benchmarks.train_step", "diffusion.plan"])
+def test_help_lists_the_settings(module):
+    code, out, err = run_command("-m", module, "--help")
+    assert code == 0 and not err
+    assert f"python -m {module} " in out and "model" in out and "\n\n" in out
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     "module", ["run", "train_step", "profile", "sampling", "tune_sampling", "policy"]
