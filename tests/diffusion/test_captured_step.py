@@ -216,7 +216,7 @@ def test_a_sum_has_the_whole_gradient_of_every_step(device, monkeypatch, large, 
         torch.testing.assert_close(2 * alone.loss, both.loss, rtol=1e-6, atol=0)
     assert twins.sums > 3 * 6  # in several buckets, in each step that was not replayed
     for step in (alone, both):
-        (made,) = step.network._plans.values()
+        (made,) = step.network.plans.values()
         moves = made.schedule.backward
         assert (large == 0) == any(move.stream == THIRD and move.nodes for move in moves)
         step.release()

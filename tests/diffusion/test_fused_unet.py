@@ -170,7 +170,7 @@ def rows_of(name):
 
 def named_in(plan):
     """The rows that a network's plans give as reasons."""
-    why = [w for p in plan._plans.values() for reasons in p.graph.why.values() for w in reasons]
+    why = [w for p in plan.plans.values() for reasons in p.graph.why.values() for w in reasons]
     return {row for row in ROWS if any(w.startswith(row) for w in why)}
 
 

@@ -64,7 +64,7 @@ def test_as_layer_by_layer(name, caplog):
     for y, grad in found[1:]:
         torch.testing.assert_close(y, found[0][0], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(grad, found[0][1], rtol=1e-6, atol=1e-6)
-    assert not caplog.records and len(network._plans) == 1
+    assert not caplog.records and len(network.plans) == 1
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -342,4 +342,4 @@ def test_another_first_sample_needs_no_other_plan():
     for first in (0, 4):
         y = network(x, t, rng=rng, first=first)
         torch.testing.assert_close(y, model.forward_nhwc(x, t, rng=rng, first=first))
-    assert len(network._plans) == 1
+    assert len(network.plans) == 1

@@ -93,7 +93,7 @@ class TrainingUNet:
             for name, grad in self.grads.items()
             if grad.ndim > 2
         }
-        self._plans: dict[tuple, StepPlan] = {}
+        self.plans: dict[tuple, StepPlan] = {}  # that calls so far have needed
         # told of each move that has been made, and of the values that are there
         self.watch: Callable[[Move, dict[Value, Tensor]], None] | None = None
 
@@ -115,11 +115,11 @@ class TrainingUNet:
         of it."""
         training = tuple(module.training for module in self.model.modules())
         key = tuple(x.shape), x.dtype, training, *((*part.shape, part.dtype) for part in context)
-        if key not in self._plans:
+        if key not in self.plans:
             width = 4 * self.model.model_channels
             options = self.recompute, self.urgent, self.ready is not None, context
-            self._plans[key] = step_plan(self.model, x, width, self.kernels, self._ends, *options)
-        return self._plans[key]
+            self.plans[key] = step_plan(self.model, x, width, self.kernels, self._ends, *options)
+        return self.plans[key]
 
     def __call__(
         self,

@@ -23,7 +23,7 @@ class TrainingNetwork:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._plans: dict[int, Accelerated] | None = {}  # by `first`; None: it has none
+        self.plans: dict[int, Accelerated] | None = {}  # by `first`; None: it has none
 
     def __call__(
         self,
@@ -35,16 +35,16 @@ class TrainingNetwork:
         first: int = 0,
     ) -> Tensor:
         """As `forward_nhwc` of the model."""
-        if self._plans is not None:
+        if self.plans is not None:
             given = vars(labels) if isinstance(labels, Conditions) else {"labels": labels}
-            if first not in self._plans:
-                self._plans[first] = Accelerated(_Call(self.model, first), launch=launch_kernels)
-            fast = self._plans[first]
+            if first not in self.plans:
+                self.plans[first] = Accelerated(_Call(self.model, first), launch=launch_kernels)
+            fast = self.plans[first]
             try:
                 planned = fast.plan_of((x, t, rng), given)
             except (PlanError, ValueError, TypeError) as error:
                 log.warning("the layers run one by one, without a plan: %s", error)
-                self._plans = None
+                self.plans = None
             else:
                 return fast.run(*planned)
         return self.model.forward_nhwc(x, t, labels, rng=rng, first=first)
