@@ -12,8 +12,7 @@ all layers.
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
-from operator import mul
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +28,8 @@ from triton_kernels.runtime.device import Device
 _FEWEST = 6  # times, of several layers, that a kernel's parameters are fitted to
 _FEWEST_LAYERS = 3
 _FEWEST_CHOICES = 2  # configurations of a layer
-_SWEEPS = 4000
+_SHARED = (0, 6)  # terms of `cost.terms` that tiles of a kernel share: the launch, and memory
+_FLAT = 1e-9
 
 
 class Time(NamedTuple):
@@ -42,7 +42,8 @@ class Time(NamedTuple):
     us: float
 
 
-Layers = dict[tuple[str, Spec, Device], list[Time]]
+Key = tuple[str, Spec, Device]
+Layers = dict[Key, list[Time]]
 
 
 def read(paths: Sequence[str], former: Device) -> Layers:
@@ -77,43 +78,71 @@ def _spec(kind: type[Spec], fields: dict[str, Any]) -> Spec:
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
 
 
-def fit(layers: Layers) -> dict[str, tuple[float, ...]]:
-    """Parameters by name."""
-    rows = defaultdict(list)
-    of_layers = defaultdict(set)
+def fit(layers: Layers, kernels: Collection[str] | None = None) -> dict[str, tuple[float, ...]]:
+    """Parameters by name, of these kernels or of all. What a launch and what memory takes is a
+    kernel's, whatever its tile."""
+    rows: dict[str, list[tuple[Time, float, Key]]] = defaultdict(list)
     for key, times in layers.items():
         best = min(time.us for time in times)
         for time in times:
-            rows[time.name].append((time, best / time.us))
-            of_layers[time.name].add(key)
-    found = {}
+            if kernels is None or time.kernel in kernels:
+                rows[time.name].append((time, best / time.us, key))
+    families = defaultdict(list)
     for name, times in sorted(rows.items()):
-        if len(times) < _FEWEST or len(of_layers[name]) < _FEWEST_LAYERS:
-            continue
-        weights = torch.tensor([weight for _, weight in times], dtype=torch.float64)
-        terms = torch.tensor([time.terms for time, _ in times], dtype=torch.float64)
-        us = torch.tensor([time.us for time, _ in times], dtype=torch.float64)
-        found[name] = tuple(nonnegative(terms * (weights / us)[:, None], weights))
+        if len(times) >= _FEWEST and len({key for *_, key in times}) >= _FEWEST_LAYERS:
+            kernel, *fields = name.split()
+            families[kernel, *(field for field in fields if "=" not in field)].append(name)
+    found = {}
+    for names in families.values():
+        found |= _fit_family({name: [row[:2] for row in rows[name]] for name in names})
     return found
 
 
+def _fit_family(rows: dict[str, list[tuple[Time, float]]]) -> dict[str, tuple[float, ...]]:
+    """Parameters by name, of the same kernel and type."""
+    count = len(next(iter(rows.values()))[0][0].terms)
+    own = [i for i in range(count) if i not in _SHARED]
+    columns = {
+        (name, i): _SHARED.index(i) if i in _SHARED else len(_SHARED) + k * len(own) + own.index(i)
+        for k, name in enumerate(rows)
+        for i in range(count)
+    }
+    all_times = [(name, *row) for name, times in rows.items() for row in times]
+    a = torch.zeros(len(all_times), max(columns.values()) + 1, dtype=torch.float64)
+    b = torch.zeros(len(all_times), dtype=torch.float64)
+    for line, (name, time, weight) in enumerate(all_times):
+        b[line] = weight
+        for i, term in enumerate(time.terms):
+            a[line, columns[name, i]] = term * weight / time.us
+    x = nonnegative(a, b)
+    return {name: tuple(x[columns[name, i]] for i in range(count)) for name in rows}
+
+
 def nonnegative(a: torch.Tensor, b: torch.Tensor) -> list[float]:
-    """x >= 0 with the least |a x - b|, one number at a time until none changes."""
+    """x >= 0 with the least |a x - b| (Lawson and Hanson 1974, chapter 23)."""
     scale = a.norm(dim=0).clamp_min(1e-30)
     a = a / scale
-    gram, right = (a.T @ a).tolist(), (a.T @ b).tolist()
-    x = [0.0] * len(right)
-    for _ in range(_SWEEPS):
-        change = 0.0
-        for i, row in enumerate(gram):
-            if row[i] > 0:
-                step = (right[i] - sum(map(mul, row, x))) / row[i]
-                new = max(0.0, x[i] + step)
-                change = max(change, abs(new - x[i]))
-                x[i] = new
-        if change <= 1e-7:
+    gram, right = a.T @ a, a.T @ b
+    x = torch.zeros_like(right)
+    positive = torch.zeros_like(right, dtype=torch.bool)
+    for _ in range(3 * len(x)):
+        slope = (right - gram @ x).masked_fill(positive, -1.0)
+        if slope.max() <= _FLAT:
             break
-    return [value / s for value, s in zip(x, scale.tolist(), strict=True)]
+        positive[slope.argmax()] = True
+        while True:
+            best = torch.zeros_like(x)
+            chosen = positive.nonzero().flatten()
+            best[chosen] = torch.linalg.lstsq(a[:, chosen], b[:, None]).solution.flatten()
+            if best[chosen].min() > 0:
+                break
+            below = positive & (best <= 0)  # go as far as none becomes negative
+            step = (x / (x - best))[below].min()
+            x = x + step * (best - x)
+            positive &= x > _FLAT
+            x = x * positive
+        x = best
+    return (x / scale).tolist()
 
 
 def choose(times: list[Time], fitted: dict[str, tuple[float, ...]]) -> tuple[Time, float] | None:
@@ -135,7 +164,7 @@ def leave_out(layers: Layers) -> list[tuple[float, str]]:
     found = []
     for key, times in layers.items():
         rest = {k: v for k, v in layers.items() if k[1] != key[1]}
-        choice = choose(times, fit(rest))
+        choice = choose(times, fit(rest, {time.kernel for time in times}))
         if choice is None:
             continue
         taken, predicted = choice

@@ -145,9 +145,12 @@ def split_kernel(
 
 @lru_cache
 def with_splits(tile: type[C]) -> type:
-    """The fields of a tile and, behind them, the number of parts."""
+    """The fields of a tile and, behind them, the number of parts; and its properties."""
     config = namedtuple(f"{tile.__name__}Split", [*tile._fields, "splits"])
     config.tile = property(lambda self: tile(*self[:-1]))
+    for name, value in vars(tile).items():
+        if isinstance(value, property):
+            setattr(config, name, value)
     return configures(tile.kernel)(config)
 
 

@@ -100,7 +100,7 @@ def _tma(configs: list[Config], launch: Callable[..., None], adds: tuple[str, ..
         fused_tiles.cost,
         launch,
         fused_tiles.work,
-        ("num_warps", "rows"),
+        ("num_warps", "rows", "pointwise"),
         adds=adds,
     )
 

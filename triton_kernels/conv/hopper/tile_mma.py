@@ -228,5 +228,5 @@ KERNEL = Kernel(
     launch=launch,
     adds=(*FORWARD_TERMS, *GRAD_TERMS),
     work=work,
-    fitted_by=("block_m", "filters_with_pixels"),
+    fitted_by=("block_m", "filters_with_pixels", "ragged"),
 )

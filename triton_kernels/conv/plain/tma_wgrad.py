@@ -42,6 +42,11 @@ class WgradConfig(NamedTuple):
     num_warps: int
     num_stages: int
 
+    @property
+    def area(self) -> int:
+        """Of the block of channels by channels."""
+        return self.block_co * self.block_ci
+
 
 _MODELLED = [  # the rule of thumb chooses from these,
     WgradConfig(64, 64, 64, 1, 4, 4),
@@ -265,5 +270,5 @@ WEIGHT_GRAD = split_kernel(
     pads=True,
     in_place=True,
     work=_work,
-    fitted_by=("num_warps",),
+    fitted_by=("area", "num_warps", "pointwise"),
 )
