@@ -73,8 +73,16 @@ def test_a_residual_block(found):
         return [row for row in found[batch]["blocks"] if row[1].startswith(name)]
 
     assert [row[0] for row in block("16", "input_blocks.1.0")] == ["norm_conv", "norm_conv"]
-    ops = [row[0] for row in block("16", "input_blocks.11.0")]  # behind an attention
+    # behind an attention
+    ops = [row[0] for row in block("16", "input_blocks.8.0")]
+    assert ops == ["norm_of_sums", "conv_norm_grid_sync", "conv_norm_grid_sync"]
+    ops = [row[0] for row in block("16", "input_blocks.11.0")]
     assert ops == ["norm_of_sums", "conv_norm", "conv_norm"]
+    # before an average pool there is no norm
+    ops = [row[0] for row in block("16", "input_blocks.5.0")]
+    assert ops == ["conv_norm_grid_sync", "conv_few"]
+    ops = [row[0] for row in block("1", "input_blocks.1.0")]
+    assert ops == ["norm_of_sums", "conv_few", "norm_of_sums", "conv_few"]
     ops = [row[0] for row in block("1", "input_blocks.10.0")]
     assert ops == ["norm_single_cta", "conv_split", "norm_single_cta", "conv_split"]
 
