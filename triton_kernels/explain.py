@@ -8,7 +8,9 @@ rows and columns of an image, the channels multiplied and those of the result, t
 and the terms of the epilogue: `emb`, `residual`, `stats`, `mask`, `extra=64` (a 1x1 convolution of
 64 channels; may be given twice), `first=192` (for an input gradient: channels of the first of two
 tensors), `activation=silu`. A weight gradient reads x of the channels that are multiplied.
-`unfused` selects the kernels of the public `conv2d`, which have no epilogue. `op=conv_norm`, or
+`unfused` selects the kernels of the public `conv2d`, which have no epilogue; those and weight
+gradients may have `stride=2`, and in an input gradient the pixels are those of the image that is
+read, which has half the rows and columns of the result. `op=conv_norm`, or
 another of `fused_ops.OPS`, selects launches that do more, with the `groups` of a norm and the
 `tiles` of its statistics.
 
@@ -120,6 +122,7 @@ _CONV = {
     r"(\d+)x(\d+)x(\d+)": ("n", "h", "w"),
     r"(\d+)->(\d+)": ("k", "c"),
     r"(\d+)x(\d+)": ("r", "s"),
+    r"stride=([1-9]\d*)": ("stride",),
     r"extra=(\d+)": _appends("extra"),
     r"first=(\d+)": ("first",),
     r"activation=(\w+)": _sets("activation"),
@@ -151,7 +154,12 @@ def _of_heads(given: dict[str, Any], first: int, second: int) -> None:
 def _conv(words: Sequence[str]) -> tuple[Op, ConvSpec]:
     needed = {"n": "128x64x64", "k": "64->64", "dtype": "bf16"}
     which, given = _read(words, _CONV, needed, _EXAMPLE)
-    if given.pop("unfused", False) and which in _UNFUSED:
+    unfused = given.pop("unfused", False) and which in _UNFUSED
+    if "stride" in given:
+        if not unfused and which != "weight_grad":
+            raise ValueError("stride= is for weight gradients, and for others that are `unfused`")
+        given |= _size_of_result(given, which == "input_grad")
+    if unfused:
         return _UNFUSED[which], _of_one(ConvSpec(**given))
     name = given.pop("op", None)
     if name not in (None, *_JOINED):
@@ -162,6 +170,17 @@ def _conv(words: Sequence[str]) -> tuple[Op, ConvSpec]:
     if op is INPUT_GRAD:
         given = {"activation": "silu", "first": given["c"]} | given
     return op, ConvSpec(**given)
+
+
+def _size_of_result(given: dict[str, Any], grad: bool) -> dict[str, int]:
+    """Rows and columns, of a stride that may be other than 1; the gradient of an image has as many
+    as it can have."""
+    stride, sides = given["stride"], (given["h"], given["w"])
+    if grad:
+        return {"p": stride * sides[0], "q": stride * sides[1]}
+    odd = (given.get(side, 3) % 2 for side in "rs")  # with zeros as in `ConvSpec.pads`
+    p, q = ((size - one) // stride + 1 for size, one in zip(sides, odd, strict=True))
+    return {"p": p, "q": q}
 
 
 def _norm(words: Sequence[str]) -> tuple[Op, NormSpec]:
@@ -226,9 +245,11 @@ _FAMILIES = {
 
 def _of_one(spec: ConvSpec) -> ConvSpec:
     """As `conv.forward.spec_of` has it: of a matrix product all pixels are one row."""
-    if spec.taps == 1 and spec.dtype != "fp32":
-        spec = dataclasses.replace(spec, n=1, h=1, w=spec.n * spec.h * spec.w)
-    return dataclasses.replace(spec, p=spec.h, q=spec.w, padding=spec.pads)
+    if spec.pointwise and spec.dtype != "fp32":
+        pixels = spec.n * spec.h * spec.w
+        spec = dataclasses.replace(spec, n=1, h=1, w=pixels, p=1, q=pixels)
+    p, q = spec.size
+    return dataclasses.replace(spec, p=p, q=q, padding=spec.pads)
 
 
 def report(op: Op, spec: Spec, name: str, text: str) -> str:

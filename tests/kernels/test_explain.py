@@ -1,7 +1,12 @@
 """What `python -m triton_kernels.explain` says."""
 
-import pytest
+import dataclasses
 
+import pytest
+import torch
+
+from triton_kernels.conv.configs import ConvOperands
+from triton_kernels.conv.forward import spec_of
 from triton_kernels.explain import main, parse
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.spec import AttentionSpec, ConvSpec
@@ -37,6 +42,33 @@ def test_public_convolutions_have_kernels_of_their_own(capsys):
         assert any("tma_stride2" in text and "stride 2" in text for text in lines)
     assert main(["conv unfused forward 32x8x8 64->64 3x3 bf16", "gpu=a100"]) == 0
     assert "-> pointer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize(("which", "filters"), [("forward", 3), ("forward", 1), ("input_grad", 3)])
+def test_specs_are_those_of_conv2d(which, filters, stride):
+    grad = which == "input_grad"
+    image, result = torch.empty(2, 6, 10, 64), torch.empty(2, 6 // stride, 10 // stride, 32)
+    weight = torch.empty(32, 64, filters, filters)
+    x, y = (result, image) if grad else (image, result)
+    padding = filters // 2, filters // 2
+    called = spec_of(ConvOperands(x, weight, None, y, stride, padding, "tf32", dgrad=grad))
+    size, channels = "x".join(map(str, x.shape[:3])), f"{x.shape[3]}->{y.shape[3]}"
+    words = f"conv unfused {which} {size} {channels} {filters}x{filters} stride={stride} tf32"
+    _, spec = parse(words)
+    assert dataclasses.replace(spec, filters=(32, 64)) == called
+
+
+def test_strides(capsys):
+    for line, kernel in (
+        ("conv unfused forward 16x24x24 336->336 3x3 bf16 stride=2", "-> gather"),
+        ("conv unfused forward 16x24x24 320->320 3x3 bf16 stride=2", "-> tma_stride2"),
+        ("conv weight_grad 16x24x24 336->336 3x3 bf16 stride=2", "-> tma_stride2_wgrad"),
+    ):
+        assert main([line, "gpu=h100"]) == 0
+        assert kernel in capsys.readouterr().out
+    assert main(["conv forward 16x24x24 320->320 3x3 bf16 stride=2", "gpu=h100"]) == 2
+    assert "unfused" in capsys.readouterr().err
 
 
 def test_what_one_launch_may_do_as_well(capsys):
