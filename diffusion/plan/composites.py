@@ -43,6 +43,33 @@ def _batch_norm(
     return input * gain.view(shape).to(input.dtype) + shift.view(shape).to(input.dtype)
 
 
+_OF_IMAGES = {"nearest": "nearest", "nearest-exact": "nearest-exact", "linear": "bilinear"}
+
+
+@instead_of(F.interpolate)
+def _interpolate(
+    input: Tensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """Rows [N, C, L] are images of one line, but for scales that are no whole numbers: PyTorch's
+    kernels round those of rows and of images differently."""
+    if input.ndim != 3 or mode not in _OF_IMAGES or antialias:
+        return NotImplemented
+    row = [None, None]
+    for i, given in enumerate((size, scale_factor)):
+        if given is not None:
+            row[i] = (1, given) if isinstance(given, int | float) else (1, *given)
+    if scale_factor is not None and any(scale % 1 for scale in row[1]):
+        return NotImplemented
+    options = align_corners, recompute_scale_factor
+    return F.interpolate(input[:, :, None], *row, _OF_IMAGES[mode], *options)[:, :, 0]
+
+
 @instead_of(F.instance_norm)
 def _instance_norm(
     input: Tensor,

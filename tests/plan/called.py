@@ -210,7 +210,13 @@ resampled = """
     F.interpolate(x, scale_factor=0.5, mode='bilinear', antialias=True)
     F.interpolate(x, scale_factor=2, mode='bicubic')
     F.interpolate(x, scale_factor=0.5, mode='area')
-    F.interpolate(x[0], scale_factor=2) -> upsample_nearest1d
+    F.interpolate(x[0], scale_factor=2)  F.interpolate(x[0], scale_factor=(3,))
+    F.interpolate(x[0], size=12)  F.interpolate(x[0], size=[24])
+    F.interpolate(x[0], size=12, mode='nearest-exact')
+    F.interpolate(x[0], scale_factor=2.1) -> upsample_nearest1d
+    F.interpolate(x[0], scale_factor=2, mode='linear')
+    F.interpolate(x[0], size=13, mode='linear', align_corners=True)
+    F.interpolate(x, scale_factor=2, mode='linear') -> Got 4D input, but linear mode needs 3D input
     torch.ops.aten.upsample_nearest2d(x, [12, 16], 2.0, 2.0)
     torch.ops.aten.upsample_nearest2d(x, [12, 16], 2.0, 2.2)
     torch.ops.aten.upsample_nearest2d.vec(x, None, [2.0, 3.0])

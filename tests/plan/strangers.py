@@ -193,6 +193,22 @@ def residual_network():
     return module, (torch.randn(2, 3, 33, 40),), {}
 
 
+class Rows(nn.Module):
+    """Of signals [N, C, L], as 1-D networks resample."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv1d(2, c, 7, padding=3), nn.GroupNorm(4, c)
+        self.down, self.up = nn.Conv1d(c, c, 4, 2, 1), nn.Upsample(scale_factor=2)
+        self.out = nn.Conv1d(2 * c, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.mish(self.norm(self.stem(x)))
+        return self.out(torch.cat([self.up(self.down(x)), x], 1))
+
+
+add("signals", lambda: Rows(12), (2, 2, 16))
+
 # --- attention of other kinds ---------------------------------------------------------------------
 
 

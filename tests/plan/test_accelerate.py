@@ -16,9 +16,11 @@ from diffusion import accelerate
 from diffusion.plan.graph import PlanError
 from tests.diffusion.diffusers_models import theirs
 from tests.end_to_end.run import run
+from tests.kernels import chips
 from tests.plan.networks import NAMES, network
 from tests.plan.on_a_gpu import LOW
 from tests.plan.two_processes import images, small
+from triton_kernels.runtime.launch_recorder import rehearsal
 
 BUDGET = 1e-4  # of float32, relative
 
@@ -296,6 +298,14 @@ def test_16_bits_on_a_gpu(launched, name, low):
         assert any(re.search(family, kernel) for kernel in kernels) == expected, family
     if name.startswith("diffusers"):  # the framework's layers are in float32 unless told otherwise
         assert kernels == launched[f"{name} {LOW[0]}"]
+
+
+def test_a_layer_norm_of_16_bits_in_a_rehearsal():
+    """A CPU stands for the GPU there, and its kernel keeps the statistics in 16 bits."""
+    with rehearsal(chips.HOPPER):
+        fast = accelerate(nn.LayerNorm(8).bfloat16())
+        fast(torch.randn(2, 8).bfloat16()).float().sum().backward()
+    assert fast.weight.grad.dtype == torch.bfloat16
 
 
 def test_dropout_of_pytorch():

@@ -73,6 +73,8 @@ def _layer_norm_grad(run, node, given):
     roles = ("x", "weight", "bias")
     asked = [role in node.outputs for role in roles]
     stats = given["mean"], given["rstd"]
+    if x.device.type == "cpu":  # its kernel wants them as it made them, which in 16 bits is in 16
+        stats = tuple(s.to(x.dtype) for s in stats)
     operands = given["dy"].to(x.dtype).contiguous(), x.contiguous(), over, *stats, weight, bias
     made = torch.ops.aten.native_layer_norm_backward(*operands, asked)
     return {role: y for role, y in zip(roles, made, strict=True) if y is not None}
