@@ -66,7 +66,7 @@ class InferenceUNet:
     images of a shape traces and plans it.
 
     From eight images on there are launches whose programs wait for one another, of which two may
-    not be under way at once: evaluations, and replays of chains, take turns (`turns`). Whoever
+    not be under way at once: evaluations, and replays of chains, take turns (`turn`). Whoever
     captures evaluations in other graphs has to replay those in turns, too. Other processes do not
     matter.
     """

@@ -17,8 +17,8 @@ class Move:
     begin       chain             none: waiting for it means waiting for everything before it
     launch      chain             launches nodes of the critical path
     beside      beside            launches nodes that the critical path does not wait for
-    weights     beside or third   launches a group of weight gradients, of the kind `weight`, after
-                                  the moves in `before`
+    weights     beside or third   launches a group of weight gradients
+    weight      beside or third   launches one, after the nodes in `before`
     sums        third             adds up sums for norms and biases; `all sums`: the last of a pass
     ready       beside or third   reports that weights from `start` on have their gradients
     take        chain             waits for the embedding
@@ -27,6 +27,8 @@ class Move:
     wait        chain             only waits
 
     Every plan has the first three and the last; only `train.py`'s plan has the others (`step`).
+    `hold`, `keep`, `release` and `sync` are from `order` to `streams`, which act on them: no runner
+    gets one.
     """
 
     what: str

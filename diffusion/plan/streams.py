@@ -1,19 +1,19 @@
 """Streams, synchronisation and lifetimes of tensors.
 
-`order` lists the tasks in order; this module turns them into a list in which
-everything is decided. The main stream runs the critical path. The rules are:
+`order` lists the moves in order; this module gives each its stream and what it waits for. The main
+stream runs the critical path. The rules are:
 
-- Tasks that the critical path does not wait for go to a second stream, in their order. Such a task
-  starts after everything that the main stream had done when the task was issued. It is launched
-  when `BEHIND` more tasks have been issued, or at the end: a CUDA graph starts the first of two
+- Pieces of work that the critical path does not wait for go to a second stream, in their order. A
+  piece starts after everything that the main stream had done when the piece was issued. It is
+  launched when `BEHIND` more have been issued, or at the end: a CUDA graph starts the first of two
   successors at once and the other one a microsecond or more later, and the first should be the main
   stream's.
-- The inputs of such a task are kept until the main stream has waited for it, since the allocator
-  only knows the main stream. Once they exceed `BUDGET` bytes, the main stream waits for the oldest
-  task, but never for the last one.
-- In backward, while images are large (`hold`), tasks that read a tensor of `LARGE` bytes are held,
+- The inputs of a piece are kept until the main stream has waited for it, since the allocator only
+  knows the main stream. Once they exceed `BUDGET` bytes, the main stream waits for the oldest
+  piece, but never for the last one.
+- In backward, while images are large (`hold`), pieces that read a tensor of `LARGE` bytes are held,
   within `HELD_BUDGET`, until `release`. They then run on a third stream, beside the main stream's
-  smaller kernels and later tasks. Sums are added up there, too. Their inputs are kept to the end.
+  smaller kernels and later pieces. Sums are added up there, too. Their inputs are kept to the end.
   While something is held nothing is reported as complete; later reports come from the third
   stream, behind the second one.
 - The two streams wait for each other at `sync`; the main stream waits for both at the end.
