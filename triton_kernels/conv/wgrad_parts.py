@@ -132,7 +132,7 @@ def sum_parts(
     assert len(outs) <= MOST
     blocks = sum(-(-o.shape[0] // tile_co) * -(-o.shape[1] // tile_ci) for o in outs) - whole
     assert blocks <= programs <= blocks * tiles  # else there are more than two parts a program
-    most = -(-programs // blocks) + (programs % blocks > 0)  # parts of a sum
+    most = -(-programs // blocks) + most_parts - 1  # parts of a sum: of two blocks, one more
     block_s = min(triton.next_power_of_2(most), 16)  # as in `column_sum`
     numbers = tile_co * taps * tile_ci
     block = min(2048 // block_s, numbers & -numbers)  # that divides them
