@@ -287,7 +287,7 @@ def test_halves_repeatedly(name, precision, monkeypatch, device):
     for splits in (1, 2, 5):  # tiles may be fewer
         parts = x.new_full((splits, weight.numel()), float("nan"))
         operands = WgradOperands(x, dy, weight, parts, 1, (1, 1), "tf32" if tf32 else "ieee")
-        fp16_split_wgrad.launch_half(fp16_split_wgrad.TILE, splits, operands)
+        fp16_split_wgrad.launch_split(fp16_split_wgrad.TILE, splits, operands)
         got = parts.sum(0).as_strided(weight.shape, weight.stride())
         assert relative(got, exact.double()) < budget
 

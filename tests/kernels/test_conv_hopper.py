@@ -5,7 +5,7 @@ import torch
 
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
-from triton_kernels.conv.hopper import row_mma as gluon_rows
+from triton_kernels.conv.hopper import row_mma
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.registry.choose import listed
@@ -33,9 +33,9 @@ gpu = [
     pytest.mark.skipif(not ON_HOPPER, reason="no Hopper GPU"),
     pytest.mark.skipif(not SUPPORTED, reason="another version of Triton"),
 ]
-RESIDENT = gluon_rows.RESIDENT_TILE  # of convolutions of 64 channels
-RESIDENT_OF_4 = gluon_rows.RESIDENT_TILE_OF_4
-WGRAD_CONFIG = gluon_rows.WGRAD_TILE
+STATIONARY = row_mma.STATIONARY_TILE  # of convolutions of 64 channels
+STATIONARY_OF_4 = row_mma.STATIONARY_TILE_OF_4
+WGRAD_CONFIG = row_mma.WGRAD_TILE
 DTYPES = [torch.bfloat16, torch.float16]
 
 # One program with one tile, programs with several and an odd number of them, more than one block of
@@ -67,8 +67,8 @@ WGRAD_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "a tile
 }
 
 
-CONFIGS = [RESIDENT, RESIDENT_OF_4]
-VARIANTS = [(config, torch.bfloat16) for config in CONFIGS] + [(RESIDENT, torch.float16)]
+CONFIGS = [STATIONARY, STATIONARY_OF_4]
+VARIANTS = [(config, torch.bfloat16) for config in CONFIGS] + [(STATIONARY, torch.float16)]
 
 
 def served(shape: Shape, direction: int) -> Shape:
@@ -105,7 +105,7 @@ class TestGpu:
     @pytest.mark.parametrize("name", ["a tile", "rows of channels", "many tiles"])
     def test_extra_pointwise_convolutions(self, name, count, device):
         shape, dtype = served(SHAPES[name], 1), torch.bfloat16
-        repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, RESIDENT, count))
+        repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, STATIONARY, count))
 
     @pytest.mark.parametrize(("config", "dtype"), VARIANTS, ids=str)
     @pytest.mark.parametrize("name", SHAPES)
@@ -154,9 +154,9 @@ def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:
     x, y = (torch.empty((n, h, w, c), dtype=dtype, device=device) for c in (ci, co))
     weight = torch.empty((co, ci, kernel, kernel), dtype=dtype, device=device)
     return (
-        RESIDENT in rows_of(FORWARD, spec_of(shape, dtype)),
-        RESIDENT in rows_of(INPUT_GRAD, spec_of(shape, dtype, grad=True)),
-        gluon_rows.WEIGHT_GRAD.refuse(
+        STATIONARY in rows_of(FORWARD, spec_of(shape, dtype)),
+        STATIONARY in rows_of(INPUT_GRAD, spec_of(shape, dtype, grad=True)),
+        row_mma.WEIGHT_GRAD.refuse(
             weight_grad_spec(x, y, weight.float(), 1, (kernel // 2, kernel // 2), "tf32"),
             describe(device),
         )
@@ -177,18 +177,18 @@ def spec_of(shape: Shape, dtype, grad: bool = False, **terms) -> ConvSpec:
 
 def rows_of(op: Op, spec: ConvSpec, gpu: Device = HOPPER) -> list[tuple]:
     """The configurations that keep rows of pixels, or filters."""
-    kinds = gluon_rows.StationaryWeights, gluon_rows.NarrowInput
+    kinds = row_mma.StationaryWeights, row_mma.NarrowInput
     return [c for _, c in listed(op, spec, gpu) if isinstance(c, kinds)]
 
 
 def test_filters_stay_where_there_are_few():
-    resident = [RESIDENT, RESIDENT_OF_4]
+    stationary = [STATIONARY, STATIONARY_OF_4]
     many, few = Shape(2, 64, 64, 128, 64), Shape(2, 64, 64, 64, 64)
     half = torch.half
     assert rows_of(FORWARD, spec_of(many, half)) == []
-    assert rows_of(INPUT_GRAD, spec_of(many, half, grad=True)) == resident
-    assert rows_of(FORWARD, spec_of(few, half)) == resident
-    assert rows_of(FORWARD, spec_of(few, half, extra=(128,))) == [RESIDENT]
+    assert rows_of(INPUT_GRAD, spec_of(many, half, grad=True)) == stationary
+    assert rows_of(FORWARD, spec_of(few, half)) == stationary
+    assert rows_of(FORWARD, spec_of(few, half, extra=(128,))) == [STATIONARY]
     assert rows_of(FORWARD, spec_of(few, half, extra=(128, 128))) == []
 
 

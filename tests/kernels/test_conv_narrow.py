@@ -12,8 +12,7 @@ from triton_kernels.conv.fused import (
     conv_input_grad,
     conv_weight_grad,
 )
-from triton_kernels.conv.hopper import narrow
-from triton_kernels.conv.hopper import row_mma as gluon_rows
+from triton_kernels.conv.hopper import narrow, row_mma
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.registry.choose import listed
 from triton_kernels.runtime.device import describe
@@ -36,9 +35,9 @@ from .test_conv_fused import (
 )
 from .test_conv_hopper import gpu, repeatedly, rows_of, spec_of
 
-IN = gluon_rows.NARROW_TILE
+IN = row_mma.NARROW_TILE
 OUT = narrow.OUT_TILE
-WGRAD = gluon_rows.NARROW_WGRAD_TILE
+WGRAD = row_mma.NARROW_WGRAD_TILE
 # One tile, half a tile at the end of an image, fewer tiles than programs and many more, all of the
 # 16 channels and some.
 OUT_SHAPES = {
@@ -154,12 +153,12 @@ class TestGpu:
             )
             weight = torch.empty(co, ci, 3, 3, dtype=torch.half, device=device)
             spec, gpu = weight_grad_spec(x, dy, weight.float(), 1, (1, 1), "tf32"), describe(device)
-            kernel = gluon_rows.WEIGHT_GRAD
+            kernel = row_mma.WEIGHT_GRAD
             return None if kernel.refuse(spec, gpu) else kernel.configs(spec, gpu)[0].tile
 
         for shape in WGRAD_SHAPES.values():
-            assert tile(*shape[:5]) == gluon_rows.NARROW_WGRAD_TILE
-        assert tile(2, 64, 64, 64, 64) == gluon_rows.WGRAD_TILE
+            assert tile(*shape[:5]) == row_mma.NARROW_WGRAD_TILE
+        assert tile(2, 64, 64, 64, 64) == row_mma.WGRAD_TILE
         for shape in ((2, 8, 8, 3, 64), (2, 64, 64, 3, 16), (2, 64, 64, 3, 72), (1, 4, 64, 3, 64)):
             assert tile(*shape) is None
 
@@ -168,12 +167,12 @@ class TestGpu:
         stem = Shape(2, 8, 64, 16, 64)
         head = spec_of(Shape(2, 8, 64, 64, 3), half, grad=True)
         padded = dataclasses.replace(head, k=16)
-        assert rows_of(FORWARD, spec_of(stem, half)) == [gluon_rows.NARROW_TILE]
-        assert rows_of(INPUT_GRAD, padded) == [gluon_rows.NARROW_TILE]
+        assert rows_of(FORWARD, spec_of(stem, half)) == [row_mma.NARROW_TILE]
+        assert rows_of(INPUT_GRAD, padded) == [row_mma.NARROW_TILE]
         assert not rows_of(INPUT_GRAD, dataclasses.replace(padded, c=8, first=8))
         assert not rows_of(FORWARD, spec_of(stem, half, extra=(64,)))
         stem = Shape(2, 8, 32, 16, 64)
-        assert rows_of(FORWARD, spec_of(stem, half)) == [gluon_rows.NARROW_TILE]
+        assert rows_of(FORWARD, spec_of(stem, half)) == [row_mma.NARROW_TILE]
 
     def test_what_applies(self, device):
         for shape in OUT_SHAPES.values():

@@ -6,7 +6,7 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import norm_conv as norm_conv_module
 from triton_kernels.conv.fused_spec import forward_spec
-from triton_kernels.conv.hopper import row_mma as gluon_rows
+from triton_kernels.conv.hopper import row_mma
 from triton_kernels.conv.norm_conv import NORM_CONV, norm_conv, norm_conv_of_two
 from triton_kernels.norm import sums as norm_sums
 from triton_kernels.norm import tables as norm_tables
@@ -22,7 +22,7 @@ from .test_conv_fused import Shape, check_stats, extra_case, forward_case, randn
 from .test_conv_hopper import gpu, repeatedly
 
 EPS = 1e-5
-TWO, FOUR = gluon_rows.RESIDENT_TILE, gluon_rows.RESIDENT_TILE_OF_4
+TWO, FOUR = row_mma.STATIONARY_TILE, row_mma.STATIONARY_TILE_OF_4
 
 # Images of one tile or two, whole and in part, several a program; images of several programs
 SHAPES = {

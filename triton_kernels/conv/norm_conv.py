@@ -26,12 +26,12 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .fused_spec import forward_spec
-from .hopper import row_mma as gluon_rows
+from .hopper import row_mma
 from .hopper.operands import Means, Norm, Operands
 
 _LEAST_TILES, _MOST_TILES = 4, 64  # of an image, whose sums a warp loads at once
 
-_FOUR_ROWS = gluon_rows.RESIDENT_TILE_OF_4.block_m
+_FOUR_ROWS = row_mma.STATIONARY_TILE_OF_4.block_m
 
 
 class _Form(NamedTuple):
@@ -72,13 +72,13 @@ def _refuse_sums(spec: ConvSpec) -> str | None:
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.first is not None:
         return "it does a norm of one tensor"
-    return gluon_rows.STATIONARY.refuse(spec, gpu) or _refuse_sums(spec)
+    return row_mma.STATIONARY.refuse(spec, gpu) or _refuse_sums(spec)
 
 
 def _refuse_two(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.first is None:
         return "it does a norm of two tensors"
-    return gluon_rows.refuse_two(spec, gpu) or _refuse_sums(spec)
+    return row_mma.refuse_two(spec, gpu) or _refuse_sums(spec)
 
 
 def _apart(spec: ConvSpec, gpu: Device) -> str | None:
@@ -92,9 +92,9 @@ NORM_CONV = Op(
     (
         Kernel(
             "stationary_weights",
-            gluon_rows.StationaryWeights,
+            row_mma.StationaryWeights,
             _refuse,
-            gluon_rows.STATIONARY.configs,
+            row_mma.STATIONARY.configs,
             adds=FORWARD_TERMS,
         ),
         Kernel(
@@ -113,7 +113,7 @@ _empty = torch.empty  # every output is allocated here; tests replace it to pois
 
 def _are_many(pixels: int, device: torch.device) -> bool:
     """Whether these are of more tiles than keep the GPU busy."""
-    return pixels >= describe(device).busy * gluon_rows.RESIDENT_TILE.block_m
+    return pixels >= describe(device).busy * row_mma.STATIONARY_TILE.block_m
 
 
 def norm_conv(
@@ -134,7 +134,7 @@ def norm_conv(
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C] or half of H, W; [CO, C]
     extra_bias: Tensor | None = None,  # float32 [CO]
     means: bool = False,  # whether to return those of y over 2x2 pixels
-    config: gluon_rows.StationaryWeights | None = None,
+    config: row_mma.StationaryWeights | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Means]:
     """y [N, H, W, CO], and its partials float32 [N, K, 2, CO], as `conv_forward` leaves them; and
     its means over 2x2 pixels, which have the bits of `avg_pool` of y, with their partials."""
@@ -151,13 +151,13 @@ def norm_conv(
     assert residual is None or (residual.shape == (n, h, w, co) and residual.is_contiguous())
     norm = Norm(activation, partials, num_groups, norm_weight, norm_bias, eps, scale, shift)
     if means:
-        config = gluon_rows.RESIDENT_TILE
+        config = row_mma.STATIONARY_TILE
     if config is None:
         rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         rest |= {"scale": scale, "shift": shift}
         of_x = (partials, num_groups, norm_weight, norm_bias, eps, activation)
 
-        def run(c: gluon_rows.StationaryWeights) -> Tensor:
+        def run(c: row_mma.StationaryWeights) -> Tensor:
             return norm_conv(x, *of_x, weight, bias, **rest, config=c)[0]
 
         of_norm = {"groups": num_groups, "tiles": (partials.shape[1],)}
@@ -175,7 +175,7 @@ def norm_conv(
         terms = num_groups, norm_weight, norm_bias, eps, scale, shift
         norm = norm._replace(table=norm_table((partials,), (h * w,), *terms))
     room = _empty_means(y, tiles) if means else None
-    gluon_rows.launch(
+    row_mma.launch(
         config,
         Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm, means=room),
     )
@@ -218,5 +218,5 @@ def norm_conv_of_two(
     if _FORMS["two"][_are_many(n * h * w, x1.device)].table:
         norm = *(None,) * 5, norm_table(partials, (h * w, h * w), num_groups, *given)
     slope = rounded_grad(activation, x1.dtype)
-    gluon_rows.launch_two(x1, x2, norm, num_groups, slope, weight, bias, emb, y, sums)
+    row_mma.launch_two(x1, x2, norm, num_groups, slope, weight, bias, emb, y, sums)
     return y, sums

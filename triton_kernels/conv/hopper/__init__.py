@@ -1,18 +1,22 @@
 """Convolutions for Hopper in Gluon, where shared memory, barriers and products are written out.
 
-    launcher     serves                         kernels
-    row_mma      the fused network; weight      stationary_weights (64 channels, rows of 64 pixels;
-                 gradients of public `conv2d`   the stem, too), row_wgrad (the weight gradient)
-    tile_mma     the fused network              tile_mma_kernels (rows of 4 to 64 pixels)
-    narrow       the head of that network       narrow_output (from 64 channels or 128 to 16)
-    unfused      public `conv2d`                unfused_tiles (3x3 filters, TF32 too),
-                                                unfused_pointwise (1x1: filters that stay),
-                                                unfused_single_tile (1x1, few tiles: a program
-                                                does one and asks for all it needs at once; and
-                                                an input gradient in TF32)
-    mma_wgrad    float32 and TF32 weight        mma_wgrad_kernel
-                 gradients of public `conv2d`
+    launcher          computes                            kernels
+    row_mma           fused 3x3, 64 or 16 channels in;    stationary_weights, row_wgrad
+                      3x3 weight gradients
+    tile_mma          fused 3x3, any channels             tile_mma_kernels
+    upsampled         fused 3x3 after upsampling          upsampled_kernels
+    narrow            fused 3x3, 16 channels out          narrow_output
+    one_row           fused 3x3 of few images             one_row_kernels
+    single_tile       fused 1x1 of few tiles              single_tile_kernels
+    unfused           public `conv2d`                     unfused_tiles (3x3); 1x1:
+                                                          unfused_pointwise, of few tiles
+                                                          unfused_single_tile and, in TF32,
+                                                          unfused_single_tile_tf32
+    group_wgrad,      weight gradients of up to four      group_wgrad_kernels
+    rounds_wgrad      convolutions in one launch
+    mma_wgrad         weight gradients in float32, TF32   mma_wgrad_kernel
+    fp16_split_wgrad  the same, 3x3                       fp16_split_wgrad_kernel
 
-`operands` is what launchers share; `row_memory`, `tile_mma_loop` and `epilogue` what kernels do,
-besides `triton_kernels.hopper`.
+Launchers share `operands` and `refusals`. Kernels share `row_memory`, `tile_mma_loop`,
+`tile_multiply`, `wgrad_pieces` and the files named `epilogue`, besides `triton_kernels.hopper`.
 """

@@ -3,9 +3,9 @@
 
     dweight[co, r, s, ci] = sum_{n, h, w} dy[n, h, w, co] x[n, h + r - 1, w + s - 1, ci]
 
-In 16 bits wgmma takes its operands with either index innermost, so nothing has to be turned, and it
-has twice its rate in TF32, four times that of mma.sync. TF32 is one such product. float32 is three:
-small x big + big x small + big x big.
+In 16 bits wgmma takes its operands with either index innermost, so nothing has to be transposed,
+and it has twice its rate in TF32, four times that of mma.sync. TF32 is one such product. float32 is
+three: small x big + big x small + big x big.
 
 3x3 filters over rows of 8, 16, 32 or 64 pixels, on Hopper.
 """
@@ -90,7 +90,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     )
 
 
-def launch_half(tile: Fp16SplitWgrad, splits: int, operands: WgradOperands) -> None:
+def launch_split(tile: Fp16SplitWgrad, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
     x, dy, weight, partial, _, _, precision, *_ = operands
     co, ci, _, _ = weight.shape
@@ -129,5 +129,5 @@ def _num_tiles(n: int, h: int, w: int) -> int:
 
 
 WEIGHT_GRAD = split_kernel(
-    Fp16SplitWgrad, refuse, lambda spec, gpu: [TILE], _splits, launch_half, work=_work
+    Fp16SplitWgrad, refuse, lambda spec, gpu: [TILE], _splits, launch_split, work=_work
 )

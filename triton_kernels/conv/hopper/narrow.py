@@ -1,10 +1,8 @@
 """The path of `conv.fused` for Hopper where one side has 16 channels: the head of a network.
 
 Its bytes take a fifth of the time that products of 64 channels with 64 pixels do, the least that
-the tensor cores take where channels of the result are their rows, as in `rows` and `tiles`: see
-`narrow_output`. The 16 channels are 3 or 6 and zeros.
-
-Used where `rows` is: with versions it was tried with, where it was measured to be faster.
+the tensor cores take where channels of the result are their rows, as in `row_mma` and `tile_mma`:
+see `narrow_output`. The 16 channels are 3 or 6 and zeros.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What `rows` and `tiles` launch their fused kernels with."""
+"""What `row_mma` and `tile_mma` launch their fused kernels with."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -71,7 +71,7 @@ class Operands(NamedTuple):
     # [N, H, W, .], read in the epilogue where y is written: the residual; or x, or the two tensors
     # that it concatenates
     beside: Sequence[Tensor] = ()
-    # up to two: [N, H, W, C], or in `resident` half of H and W, and [CO, C]
+    # up to two: [N, H, W, C], or, of `row_mma`, of half of H and W, and [CO, C]
     extra: Sequence[tuple[Tensor, Tensor]] = ()
     extra_bias: Tensor | None = None  # float32 [CO]
     emb: Tensor | None = None  # float32 [N, CO]

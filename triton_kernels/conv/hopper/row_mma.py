@@ -9,13 +9,11 @@ What plain Triton cannot say, and what it gains:
 - Epilogues overlap the other warpgroups' products. Programs stay on their multiprocessor; one warp
   loads, and warpgroups multiply, a tile each.
 - 64 channels are multiplied, whose filters stay in shared memory. Rows of pixels pass through a
-  ring, and three warpgroups take tiles of two rows (RESIDENT_TILE), or two of four rows
-  (RESIDENT_TILE_OF_4). Where there are 16 channels, as of a padded image, the filters even stay in
-  registers (NARROW_TILE). Of more channels tiles are those of `tile_mma`.
+  ring, and three warpgroups take tiles of two rows (STATIONARY_TILE), or two of four rows
+  (STATIONARY_TILE_OF_4). Where there are 16 channels, as of a padded image, the filters even stay
+  in registers (NARROW_TILE). Of more channels tiles are those of `tile_mma`.
 - In the weight gradient three warpgroups take a row of the filter each: they share dy and x, and
   the nine taps need x once.
-
-The tiles are for `tuning`, which takes them only where it has measured that they are faster.
 """
 
 import math
@@ -75,7 +73,7 @@ class RowWgrad(NamedTuple):
     block_m = _PIXELS  # a step
 
 
-RESIDENT_TILE, RESIDENT_TILE_OF_4 = StationaryWeights(128), StationaryWeights(256)
+STATIONARY_TILE, STATIONARY_TILE_OF_4 = StationaryWeights(128), StationaryWeights(256)
 NARROW_TILE = NarrowInput(128)
 WGRAD_TILE, NARROW_WGRAD_TILE = RowWgrad(64), RowWgrad(16)
 
@@ -109,41 +107,17 @@ def _refuse_narrow(spec: ConvSpec, gpu: Device) -> str | None:
 
 
 def _stationary(spec: ConvSpec, gpu: Device) -> list[StationaryWeights]:
-    return [RESIDENT_TILE] if spec.extra else [RESIDENT_TILE, RESIDENT_TILE_OF_4]
+    return [STATIONARY_TILE] if spec.extra else [STATIONARY_TILE, STATIONARY_TILE_OF_4]
 
 
 def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
     """The convolution, or its input gradient, with filters that stay where they are."""
-    _launch_resident(operands, config.block_m // operands.x.shape[2])
-
-
-STATIONARY = Kernel(
-    "stationary_weights",
-    StationaryWeights,
-    _refuse_stationary,
-    _stationary,
-    launch=launch,
-    adds=(*FORWARD_TERMS, "activation"),
-)
-KERNELS = (
-    STATIONARY,
-    Kernel(
-        "narrow_input",
-        NarrowInput,
-        _refuse_narrow,
-        lambda spec, gpu: [NARROW_TILE],
-        launch=launch,
-        adds=("emb", "residual", "stats", "activation"),
-    ),
-)
-
-
-def _launch_resident(operands: Operands, rows: int) -> None:
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
+    rows = config.block_m // w
     blocks = c // 64
     programs = max(1, min(describe(operands.x.device).num_sms // blocks, n * h // rows)) * blocks
-    groups, pairs, slots = _resident_rings(operands, rows)
+    groups, pairs, slots = _stationary_rings(operands, rows)
     overlap = overlapping(operands.x.device, 0)
     norm_arguments, norm_options = norm_of(operands)
     norm = operands.norm
@@ -174,6 +148,27 @@ def _launch_resident(operands: Operands, rows: int) -> None:
         maxnreg=96 if makers == 2 else 128 if groups == 3 or makers else 168,
         **overlap,
     )
+
+
+STATIONARY = Kernel(
+    "stationary_weights",
+    StationaryWeights,
+    _refuse_stationary,
+    _stationary,
+    launch=launch,
+    adds=(*FORWARD_TERMS, "activation"),
+)
+KERNELS = (
+    STATIONARY,
+    Kernel(
+        "narrow_input",
+        NarrowInput,
+        _refuse_narrow,
+        lambda spec, gpu: [NARROW_TILE],
+        launch=launch,
+        adds=("emb", "residual", "stats", "activation"),
+    ),
+)
 
 
 def refuse_two(spec: ConvSpec, gpu: Device) -> str | None:
@@ -228,7 +223,7 @@ def launch_two(
     )
 
 
-def _resident_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
+def _stationary_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
     """Warpgroups that multiply; pairs of rows of pixels, and pairs of rows of the result, that
     there is shared memory for."""
     if operands.x.shape[3] == 16:

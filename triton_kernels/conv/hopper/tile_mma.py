@@ -17,10 +17,8 @@ Of images smaller than that a tile takes several, side by side: to TMA the rows 
 dimension, so that row 0 of all of them comes before row 1, and a tap is still one address.
 
 Programs stay on their multiprocessor; one warp loads, and two warpgroups multiply, a tile each, so
-that the epilogue of one is beside the products of the other. `rows` does the same with pixels that
-are fetched once, for which its products are of one row: better where rows are long.
-
-Used where `rows` is: with versions it was tried with, where it was measured to be faster.
+that the epilogue of one is beside the products of the other. `row_mma` does the same with pixels
+that are fetched once, for which its products are of one row: better where rows are long.
 """
 
 from functools import partial

@@ -29,7 +29,7 @@ def _load(
 
 
 @gluon.jit
-def _turned_filters(
+def _transposed_filters(
     w_bufs, bars, k: gl.constexpr, BLOCKS: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
     """[64 channels, 32 of the sum], when they are there."""
@@ -74,13 +74,13 @@ def conv_unfused_single_tile_tf32_kernel(
         _load(dy_desc, w_desc, dy_bufs, w_bufs, bars, m0, c0, k, k)
 
     acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
-    w = _turned_filters(w_bufs, bars, 0, BLOCKS, LAYOUT)
+    w = _transposed_filters(w_bufs, bars, 0, BLOCKS, LAYOUT)
     for k in gl.static_range(K_BLOCKS):
         mbarrier.wait(bars[2 * (k % BLOCKS)], k // BLOCKS & 1)
         dy = dy_bufs[k % BLOCKS].permute((1, 0))
         acc = warpgroup_mma(w, dy, acc, use_acc=k > 0, is_async=True)
         if k + 1 < K_BLOCKS:  # while that is under way
-            w = _turned_filters(w_bufs, bars, k + 1, BLOCKS, LAYOUT)
+            w = _transposed_filters(w_bufs, bars, k + 1, BLOCKS, LAYOUT)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         if k + BLOCKS < K_BLOCKS:
             sync_threads()

@@ -14,7 +14,7 @@ tensor cores a product is what it is in 16 bits, of half as many channels. The t
 block lie with it, under one barrier. A result would be twice as large, so it goes from registers to
 memory: eight neighbouring channels of a pixel, 32 bytes, are in one warp. In four bytes wgmma takes
 its operands from shared memory only with the sum's index innermost, so an input gradient is the
-forward convolution of filters that `conv.plain.transpose_weights` has turned.
+forward convolution of filters that `conv.plain.transpose_weights` has transposed.
 """
 
 from triton.experimental import gluon

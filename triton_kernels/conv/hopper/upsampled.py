@@ -13,9 +13,9 @@ image, with the 16 filters.
 
 A tile is 256 pixels of the small image's size (or 128, or 64): pixels of one kind, or in the input
 gradient small ones. A block of pixels, 64 channels of a tile and of one row more, is moved by a
-column and serves two taps, whose filters lie beside it in the ring; otherwise as in `tiles`. The
-other channels of the large image have their nine taps, in blocks of pixels of one kind as well: the
-rows above and below a pixel are of the other parity and come in one block, its own in another.
+column and serves two taps, whose filters lie beside it in the ring; otherwise as in `tile_mma`.
+The other channels of the large image have their nine taps, in blocks of pixels of one kind as well:
+the rows above and below a pixel are of the other parity and come in one block, its own in another.
 """
 
 from collections.abc import Sequence
