@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD
 from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma
@@ -338,7 +339,7 @@ class TestFittedCosts:
     @pytest.mark.parametrize("arch", [80, 90])
     def test_parameters_are_of_known_kernels(self, arch):
         """Each name is that of a kernel and of the fields that its parameters depend on."""
-        ops = FORWARD, INPUT_GRAD, SKIP_DX, WEIGHT_GRAD, WEIGHT_GRADS
+        ops = FORWARD, INPUT_GRAD, SKIP_DX, WEIGHT_GRAD, WEIGHT_GRADS, ATTENTION, ATTENTION_GRAD
         ops += CONV_SPLIT, CONV_FEW, UPSAMPLED
         known = {(k.name, *k.fitted_by) for op in ops for k in op.kernels if k.work is not None}
         fitted = cost.parameters(arch)

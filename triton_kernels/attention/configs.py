@@ -145,7 +145,6 @@ TILES = Kernel(
     lambda *_: None,
     fwd_tiles,
     work=fwd_work,
-    fitted_by=("step", "num_warps"),
     borrows=AMPERE,
 )
 HEAD = Kernel("head", HeadTile, head.refuse, head_tiles)
@@ -161,7 +160,7 @@ TILES_GRAD = Kernel(
     bwd_tiles,
     tiles_grad_cost,
     work=bwd_work,
-    fitted_by=("one_pass", "step", "num_warps"),
+    fitted_by=("one_pass",),
     borrows=AMPERE,
 )
 HEAD_GRAD = Kernel("head", HeadGrad, head.refuse, lambda *_: BWD_HEAD_CONFIGS)
