@@ -113,6 +113,8 @@ def compile_all(settings: dict, arguments: Sequence[str], device: torch.device) 
     with closing(Compilers(again, count, numbers)) as theirs:
         for number in numbers:
             theirs.next_ready([number])
+    if theirs.failed:
+        print(f"! {theirs.failed} of {count} compiling processes ended early", flush=True)
     ours.wait()
     print(f"compiled in {time.perf_counter() - began:.0f} s", flush=True)
 
