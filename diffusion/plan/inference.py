@@ -36,7 +36,7 @@ from .fuse.rows import fuse, prepare
 from .graph import Graph, Value
 from .join.rules import join
 from .norms import split_norms
-from .schedule import schedule
+from .schedule import last_readers, schedule
 from .step.network import DTYPES, TrainingUNet
 from .trace import trace
 
@@ -247,11 +247,8 @@ class _Evaluation:
         self.nodes = [node for node in made.nodes if node not in made.fixed]
         read = {value for node in self.nodes for value in node.inputs.values()}
         self.values = {value: x for value, x in values.items() if value in read}
-        self.last = {
-            node: tuple(v for v in dying if v not in self.values)
-            for node, dying in made.last.items()
-        }
         self.result, self.launch = planned.plan.graph.outputs[0], launch
+        self.last = last_readers(self.nodes, {self.result, *self.values})
 
     def __call__(
         self, image: Tensor, emb: Tensor, cleared: Tensor | None, context: tuple[Tensor, ...]

@@ -191,14 +191,15 @@ def launched(plan: Plan, gpu: Chip) -> dict[Node, Launched]:
         values |= {seed: _blank(seed) for seed in plan.backward.seeds.values()}
     found = {}
     with noting(gpu) as notes, torch.no_grad():
-        for node in plan.schedule.nodes:
-            if node.op in BY_PYTORCH:
-                values.update({value: _blank(value) for value in node.outputs.values()})
-                found[node] = Launched(("" if node.op in FREE else "PyTorch",))
-            else:
-                values.update(launch_kernels(node, values))
-                found[node] = notes.taken()
-            for value in plan.schedule.last.get(node, ()):
+        for move in plan.schedule.moves:
+            for node in move.all_nodes:
+                if node.op in BY_PYTORCH:
+                    values.update({value: _blank(value) for value in node.outputs.values()})
+                    found[node] = Launched(("" if node.op in FREE else "PyTorch",))
+                else:
+                    values.update(launch_kernels(node, values))
+                    found[node] = notes.taken()
+            for value in move.dying:
                 values.pop(value, None)
     return found
 

@@ -16,7 +16,6 @@ class Schedule:
 
     forward: list[Move]
     backward: list[Move]
-    last: dict[Node, tuple[Value, ...]]  # that die with a node, were they run one by one
     # forward nodes of parameters and constants alone, such as casts to 16 bits: they have to run
     # once per update of these; `accelerate` runs them in every call, for nothing reports updates
     fixed: set[Node]
@@ -54,13 +53,12 @@ def schedule(
     backward = on_streams(backward_moves(behind, step), listens) if behind else []
     kept = {*graph.outputs, *kept}
     let_go([*forward, *backward], kept)
-    last = last_readers(nodes_of([*forward, *backward]), kept)
     placed = () if step is None else set(step.placed)
-    return Schedule(forward, backward, last, set(fixed_nodes(graph, ahead)), placed)
+    return Schedule(forward, backward, set(fixed_nodes(graph, ahead)), placed)
 
 
 def last_readers(nodes: Iterable[Node], kept: set[Value]) -> dict[Node, tuple[Value, ...]]:
-    """The values that die with each node."""
+    """The values that die with each node, where nodes are run one by one."""
     last: dict[Value, Node] = {}
     for node in nodes:
         for value in (*node.inputs.values(), *node.outputs.values()):

@@ -9,6 +9,7 @@ from diffusion.plan.execute import run
 from diffusion.plan.fuse.rows import ROWS, leaving_out
 from diffusion.plan.graph import JOINED
 from diffusion.plan.moves import nodes_of
+from diffusion.plan.schedule import last_readers
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
 from triton_kernels import fused_ops
@@ -30,7 +31,8 @@ def evaluated(name):
     values |= {v: tensors[name].detach() for name, v in made.graph.parameters.items()}
     with torch.no_grad():
         expected = module(*args, **kwargs)
-        run(made.schedule.nodes, values, made.schedule.last, launch_reference)
+        nodes = made.schedule.nodes
+        run(nodes, values, last_readers(nodes, set(made.graph.outputs)), launch_reference)
     y = made.traced.assemble([values[v] for v in made.graph.outputs])
     y, expected = (v if torch.is_tensor(v) else v[0] for v in (y, expected))
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
