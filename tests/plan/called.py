@@ -318,6 +318,7 @@ arithmetic = """
     -x  x**2  x.abs() ** y  2**x  x % 3  x * True
     torch.add(x, y, alpha=3)  torch.add(x, 2, alpha=3)  torch.sub(x, y, alpha=3)
     torch.sub(x, 2, alpha=3)  torch.rsub(x, y, alpha=3)  torch.rsub(x, 2, alpha=3)
+    torch.add(0.5, x, alpha=3)  torch.sub(0.5, x, alpha=3)
     torch.rsub(x, y)  torch.div(x, y, rounding_mode='floor')
     torch.div(x, 2, rounding_mode='trunc')  x.detach() // 2 + x
     torch.floor_divide(x.detach(), y.detach().abs() + 1) + x  torch.remainder(x, y.abs() + 1)

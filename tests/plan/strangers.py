@@ -323,11 +323,26 @@ class Resampled(nn.Module):
         return F.conv2d(F.mish(y), self.filter, groups=4, stride=2)
 
 
+class OfUnitNorm(nn.Module):
+    """A convolution of EDM2 (Karras et al. 2024), whose filters have norm 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.weight
+        norm = torch.linalg.vector_norm(w, dim=(1, 2, 3), keepdim=True)
+        norm = torch.add(1e-4, norm, alpha=(norm.numel() / w.numel()) ** 0.5)
+        return F.conv2d(x, w / norm / w[0].numel() ** 0.5, padding=1)
+
+
 def _normed() -> nn.Module:
     return torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 8, 3))
 
 
 add("shared layers", Shared, (2, 4, 6, 6))
 add("written to", Written, (2, 4, 6, 6))
+add("filters of norm 1", OfUnitNorm, (2, 4, 6, 6))
 add("resampled by filters", Resampled, (2, 4, 4, 6))
 add("weight norm", lambda: nn.Sequential(_normed(), nn.GLU(1), nn.PReLU(4)), (2, 4, 6, 6))

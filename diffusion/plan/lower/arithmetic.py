@@ -37,7 +37,9 @@ def _arithmetic(low, a, b=-1, *, alpha=1, rounding_mode=None):
     name = "mul" if name == "neg" else name
     if name == "rsub":
         a, b, name = b, a, "sub"
-    if not isinstance(a, View) and name in ("add", "mul"):
+    if not isinstance(a, View) and name == "add":  # a number, and alpha times a tensor
+        return _affine(low, b, alpha, a)
+    if not isinstance(a, View) and name == "mul":
         a, b = b, a
     if isinstance(a, View) and isinstance(b, View):
         if name == "div":
