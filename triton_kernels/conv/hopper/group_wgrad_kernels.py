@@ -8,7 +8,8 @@ multiprocessor is idle, however many blocks there are, and of all these sums tog
 most two parts a program, which `conv.wgrad_parts` adds up.
 
 Two kernels share that, and differ in what a tile is (`wgrad_pieces`): of 3x3 filters that of
-`row_wgrad`, of 1x1 filters `_Points`.
+`row_wgrad`, of 1x1 filters `_Points`. What belongs to a gradient are arguments with its number, and
+no tuples, since Triton 3.6 and 3.7 launch no kernel with descriptors of tensors in a tuple.
 """
 
 from triton.experimental import gluon
