@@ -10,25 +10,13 @@ barrier tells only an even phase from an odd one, not the next one from those af
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from ...hopper.compat import (
-    aggregate,
-    allocate_for_views,
-    sync_threads,
-    tma_load,
-)
+from ...hopper.compat import aggregate, allocate_for_views, sync_threads, tma_load
 from ...hopper.pipeline import new_barriers, new_ring, new_turns
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs_alone
-from .tile_epilogue import (
-    Beside,
-    Terms,
-    blocks_of,
-)
+from .tile_epilogue import Beside, Terms, blocks_of
 from .tile_mma_loop import Blocks, Tiles, block_chunks, pixels_from, place_of_filter
 from .tile_multiply import Dropout, Results, ThenNorm, multiply_tiles
 

@@ -9,23 +9,13 @@ pixels are an ordinary box.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ...hopper.compat import (
-    aggregate,
-    allocate_for_views,
-    sync_threads,
-    tma_load,
-)
+from ...hopper.compat import aggregate, allocate_for_views, sync_threads, tma_load
 from ...hopper.pipeline import new_barriers, new_ring, new_turns
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs_alone
-from .tile_epilogue import (
-    Beside,
-    Terms,
-)
+from .tile_epilogue import Beside, Terms
 from .tile_mma_loop import Blocks, Tiles, pixels_from
 from .tile_multiply import Dropout, Results, ThenNorm, multiply_tiles
 
