@@ -51,7 +51,10 @@ def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
     this model, backend and GPU, else that; the log says why not. The plan has a copy of the
     parameters in 16 bits: it does not follow what happens to them afterwards."""
     backend = model.backend
-    if backend.name != "triton" or backend.dtype not in DTYPES:
+    if backend.name != "triton":
+        return model.forward_nhwc
+    if backend.dtype not in DTYPES:
+        log.info("the network runs layer by layer: the fused plan is of 16 bits")
         return model.forward_nhwc
     refusal = TrainingUNet.refusal(model, dropout=model.training)
     if refusal is not None:

@@ -268,11 +268,14 @@ def test_labels_by_the_kernels_themselves(device):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, in Triton's interpreter")
-def test_who_gets_the_plan():
+def test_who_gets_the_plan(caplog):
+    caplog.set_level("INFO", "diffusion.plan")
     model = make({"model_channels": 64, "channel_mult": (1, 2)}, (16, 16)).float()
     assert sampling_network(model) == model.forward_nhwc  # PyTorch's backend
+    assert not caplog.messages
     set_backend(model, Backend("triton", triton_kernels))
     assert sampling_network(model) == model.forward_nhwc  # float32
+    assert caplog.messages == ["the network runs layer by layer: the fused plan is of 16 bits"]
     set_backend(model, Backend("triton", triton_kernels, torch.float16))
     assert isinstance(sampling_network(model), InferenceUNet)
 
