@@ -347,7 +347,8 @@ class _Functions(TorchFunctionMode):
         try:
             return function(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
-            if name not in _NUMBERS:
+            by_mask = name == "__getitem__" and "nonzero" in str(error)
+            if name not in _NUMBERS and not by_mask:
                 raise
             why = f"{name} of a tensor, whose numbers are not known before the call,"
             raise self._refused(why) from error

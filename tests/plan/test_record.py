@@ -126,6 +126,7 @@ def test_what_a_module_writes_to_is_named(function, what):
         (lambda net, x: x * float(x.mean()), "__float__"),
         (lambda net, x: x if (x > 0).all() else -x, "__bool__"),
         (lambda net, x: x[0, (x > 0).nonzero()], "nonzero"),
+        (lambda net, x: x[x > 0], "__getitem__"),
     ],
 )
 @pytest.mark.parametrize("autocast", [False, True])
