@@ -9,18 +9,20 @@ those of the others (`conv.hopper.epilogue_grid_sync`, where it is shown that th
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..activations import check_activation
-from ..registry.choose import select
-from ..registry.cost import fitted_to
+from ..registry.choose import expected, select
+from ..registry.cost import fitted_to, of_passes
 from ..registry.kernel import Kernel, Op
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .conv_norm import NextNorm
+from .fused import FORWARD
 from .fused_spec import forward_spec
 from .hopper import tile_mma
 from .hopper.operands import NormOfResult, Operands
@@ -67,6 +69,17 @@ def _model(spec: ConvSpec, gpu: Device, config: tile_mma.TileMma) -> float | Non
     return None if us is None else us + waves * fitted_to("conv_norm_grid_sync", _Meeting).wave
 
 
+def _apart(spec: ConvSpec, gpu: Device) -> str | None:
+    """Tiles of one image may be so much slower than others that the norm's launch costs less."""
+    us = expected(CONV_NORM_GRID_SYNC, spec, gpu)
+    conv = expected(FORWARD, replace(spec, groups=None, tiles=(), stats=True), gpu)
+    if us is None or conv is None:
+        return None
+    norm = of_passes(2 * spec.n * spec.h * spec.w * spec.c * spec.itemsize, launches=1)
+    found = f"{us:.1f} us in tiles of one image, {conv + norm:.1f} with a launch for the norm"
+    return found if us > conv + norm else None
+
+
 CONV_NORM_GRID_SYNC = Op(
     "conv_norm_grid_sync",
     ("h", "w", "k", "c", "dtype", "residual", "extras", "keep"),
@@ -81,6 +94,7 @@ CONV_NORM_GRID_SYNC = Op(
         ),
     ),
     similar=False,
+    apart=_apart,
 )
 
 
