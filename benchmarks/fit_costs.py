@@ -22,7 +22,13 @@ from benchmarks import sweep_norms
 from benchmarks.sweep_configs import OF_ATTENTION, OPS
 from triton_kernels.registry import cost
 from triton_kernels.registry.chips import CHIPS
-from triton_kernels.registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec
+from triton_kernels.registry.spec import (
+    AttentionSpec,
+    ConvSpec,
+    NormSpec,
+    Spec,
+    WeightGradsSpec,
+)
 from triton_kernels.runtime.device import Device
 
 _FEWEST = 6  # times, of several layers, that a kernel's parameters are fitted to
@@ -60,6 +66,7 @@ def read(paths: Sequence[str], former: Device) -> Layers:
                 continue
             kind = NormSpec if op in sweep_norms.OPS.values() else ConvSpec
             kind = AttentionSpec if op in OF_ATTENTION.values() else kind
+            kind = WeightGradsSpec if op is OPS["weight_grads"] else kind
             spec = _spec(kind, row["spec"])
             gpu = Device(**row["gpu"]) if "gpu" in row else former
             config = kernel.config(**row["config"])
@@ -75,6 +82,8 @@ def read(paths: Sequence[str], former: Device) -> Layers:
 
 def _spec(kind: type[Spec], fields: dict[str, Any]) -> Spec:
     known = {k: v for k, v in fields.items() if k in kind.__dataclass_fields__}
+    if kind is WeightGradsSpec:
+        known["convs"] = [_spec(ConvSpec, conv) for conv in known["convs"]]
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in known.items()})
 
 
@@ -172,6 +181,9 @@ def leave_out(layers: Layers) -> list[tuple[float, str]]:
         op, s, gpu = key
         if isinstance(s, AttentionSpec):
             shape = f"{s.n}x{s.t} of {s.d} sm_{gpu.arch}"
+        elif isinstance(s, WeightGradsSpec):
+            layers_of = " ".join(f"{conv.k}->{conv.c}" for conv in s.convs)
+            shape = f"{s.n}x{s.convs[0].h}x{s.convs[0].w} {layers_of} sm_{gpu.arch}"
         else:
             shape = f"{s.n}x{s.h}x{s.w} {s.k}->{s.c} {s.r}x{s.s} sm_{gpu.arch}"
         config = " ".join(f"{k}={v}" for k, v in taken.config.items())

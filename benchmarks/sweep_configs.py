@@ -10,6 +10,7 @@ layers of models that people train.
     shapes=0            so many of the layers and batches; 0: all
     passes=forward,input_grad,weight_grad,skip_dx,split,few,attention,attention_grad,
            norm_apply,norm_backward,norm_of_sums   (`benchmarks.sweep_norms`)
+           weight_grads         of 1x1 filters, in groups
            tf32,fp32            weight gradients in these types
     layers=mixed,small,exact,wide,pointwise,odd,narrow   of forward, both gradients, tf32 and fp32:
                         which of `LAYERS`
@@ -59,10 +60,17 @@ from triton_kernels.conv.fused import (
 from triton_kernels.conv.plain.split_k import CONV_SPLIT
 from triton_kernels.conv.skip_dx import SKIP_DX, skip_dx
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
+from triton_kernels.conv.wgrad_group import WEIGHT_GRADS, conv_weight_grads
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.search import agree, time_call
-from triton_kernels.registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec
+from triton_kernels.registry.spec import (
+    AttentionSpec,
+    ConvSpec,
+    NormSpec,
+    Spec,
+    WeightGradsSpec,
+)
 from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import Device, describe
 
@@ -79,7 +87,13 @@ OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 OF_FEW = {"split": CONV_SPLIT, "few": CONV_FEW}
 OF_ATTENTION = {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
 OF_32_BITS = {"tf32": WEIGHT_GRAD, "fp32": WEIGHT_GRAD}
-OPS |= {"skip_dx": SKIP_DX} | OF_FEW | OF_ATTENTION | OF_32_BITS | sweep_norms.OPS
+OPS |= (
+    {"skip_dx": SKIP_DX, "weight_grads": WEIGHT_GRADS}
+    | OF_FEW
+    | OF_ATTENTION
+    | OF_32_BITS
+    | sweep_norms.OPS
+)
 
 # (rows and columns, channels of x and of y, side of the filter, batches)
 LAYERS = {
@@ -267,6 +281,31 @@ LAYERS_OF_ATTENTION = (
 )
 
 
+# (rows and columns, channels, batches) of layers with attention, and whose weight gradients of 1x1
+# filters are computed together: those of attention, of skips, and of both
+LAYERS_OF_GROUPS = (
+    (16, 192, (8, 32, 128)),  # unet64
+    (8, 256, (32, 128)),
+    (64, 64, (8, 32)),
+    (32, 128, (8, 64)),
+    (32, 384, (8, 32)),  # ADM of ImageNet 64
+    (16, 576, (8, 32)),
+    (8, 768, (32, 64)),
+    (16, 256, (32, 128)),  # DDPM++ of CIFAR-10
+    (32, 320, (8, 32)),  # latents
+    (16, 640, (32,)),
+    (8, 1280, (32,)),
+    (20, 448, (16, 64)),  # channels and images that are no powers of two
+)
+# output channels and input channels, in the layer's
+_GROUPS_OF = (
+    ((3, 1), (1, 1)),
+    ((3, 1), (1, 1), (3, 1), (1, 1)),
+    ((1, 2), (1, 1), (3, 1)),
+    ((1, 2), (1, 1.5)),
+)
+
+
 # Tiles of attention that no chip lists yet: those that are fastest somewhere are to be tested, and
 # listed in `attention.tiles`. More sums a thread spill registers by the hundred bytes
 UNLISTED = {
@@ -314,6 +353,9 @@ def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, Spec]
     for side, c1, c2, co, upsampled, batches in LAYERS_OF_SKIPS if "skip_dx" in passes else ():
         given = {"dtype": "bf16", "h": side, "w": side, "r": 1, "s": 1, "upsampled": upsampled}
         found += [("skip_dx", ConvSpec(n=n, k=co, c=c1 + c2, first=c1, **given)) for n in batches]
+    for side, c, batches in LAYERS_OF_GROUPS if "weight_grads" in passes else ():
+        for n in batches:
+            found += [("weight_grads", _group(n, side, c, each)) for each in _GROUPS_OF]
     for i, (side, ci, co, r) in enumerate(LAYERS_OF_FEW):
         for n in (1, 4, 16)[: 3 if r == 1 else 1 + (i % 3 == 0)]:
             given = {"n": n, "dtype": "bf16", "h": side, "w": side, "r": r, "s": r}
@@ -333,6 +375,15 @@ def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, Spec]
             found.append((name, AttentionSpec(n, "bf16", t, d, grad=grad)))
     random.Random(0).shuffle(found)
     return found
+
+
+def _group(n: int, side: int, c: int, each: Sequence[tuple[float, float]]) -> WeightGradsSpec:
+    """Of blocks of 64 channels."""
+    sizes = [[64 * max(1, round(times * c / 64)) for times in layer] for layer in each]
+    given = {"n": n, "dtype": "bf16", "h": side, "w": side, "r": 1, "s": 1}
+    given |= {"p": side, "q": side, "padding": (0, 0)}
+    convs = (ConvSpec(k=ci, c=co, filters=(co, ci), **given) for co, ci in sizes)
+    return WeightGradsSpec(n, "bf16", tuple(convs))
 
 
 def candidates(op: Op, spec: Spec, gpu: Device) -> list[tuple[str, tuple]]:
@@ -360,6 +411,8 @@ def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor
         return sweep_norms.runner(op, spec, device)
     if op is SKIP_DX:
         return _skip_runner(spec, device)
+    if op is WEIGHT_GRADS:
+        return _group_runner(spec, device)
     dtype = torch.float32 if spec.itemsize == 4 else torch.bfloat16
     n, h, w, (co, ci) = spec.n, spec.h, spec.w, spec.of_filters
     x, dy = (drawn(device, n, h, w, channels, dtype=dtype) for channels in (ci, co))
@@ -379,6 +432,23 @@ def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor
         return out.permute(0, 2, 3, 1)
 
     return weight_grad
+
+
+def _group_runner(spec: WeightGradsSpec, device: torch.device) -> Callable[[tuple], Tensor]:
+    sizes = [conv.c * conv.k for conv in spec.convs]
+    flat, gradients = torch.empty(sum(sizes), device=device), []
+    for conv, place in zip(spec.convs, flat.split(sizes), strict=True):
+        x, dy = (
+            drawn(device, spec.n, conv.h, conv.w, channels, dtype=torch.bfloat16)
+            for channels in (conv.k, conv.c)
+        )
+        gradients.append((x, dy, place.view(conv.c, 1, 1, conv.k).permute(0, 3, 1, 2)))
+
+    def run(c: tuple) -> Tensor:
+        conv_weight_grads(*gradients, config=c)
+        return flat
+
+    return run
 
 
 def _skip_runner(spec: ConvSpec, device: torch.device) -> Callable[[tuple], Tensor]:

@@ -25,14 +25,15 @@ def test_parameters_are_found_again():
 
 @pytest.mark.parametrize(
     ("name", "gpu"),
-    [("forward", HOPPER), ("attention", CHIPS["a100"].gpu)],
-    ids=["forward", "attention"],
+    [("forward", HOPPER), ("weight_grads", HOPPER), ("attention", CHIPS["a100"].gpu)],
+    ids=["forward", "weight_grads", "attention"],
 )
 def test_left_out_layers_are_chosen_for(name, gpu, tmp_path, monkeypatch):
     """Times that follow the model are fitted exactly: of each layer left out the best is found."""
     layers = sweep_configs.LAYERS["mixed"]
     some = [*layers[:8], *(layer for layer in layers[8:] if layer[3] == 1)]
     monkeypatch.setitem(sweep_configs.LAYERS, "mixed", some)
+    monkeypatch.setattr(sweep_configs, "LAYERS_OF_GROUPS", sweep_configs.LAYERS_OF_GROUPS[:2])
     known = {}
     path = tmp_path / "sweep.jsonl"
     op = sweep_configs.OPS[name]

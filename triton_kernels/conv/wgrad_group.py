@@ -55,6 +55,7 @@ def conv_weight_grads(
     accumulate: bool = False,  # add to each `out`
     share: float = 1.0,  # of the multiprocessors, about: the fewer, the fewer parts to add up
     allow_tf32: bool = True,  # of float32
+    config: tuple | None = None,  # of `WEIGHT_GRADS`, instead of the one that is chosen
 ) -> None:
     """... `conv_weight_grad` of each has them, up to 4. All `out` have filters of one size, all
     images are of one size, and all have padding R // 2."""
@@ -63,8 +64,8 @@ def conv_weight_grads(
     def run(plan: _Plan) -> Tensor:
         return _into_copies(group, plan, allow_tf32)
 
-    plan: _Plan = _InTurn()
-    if len(group) > 1:
+    plan: _Plan = config or _InTurn()
+    if len(group) > 1 and config is None:
         spec, gpu = grads_spec(group, allow_tf32), describe(group[0].x.device)
         plan = select(WEIGHT_GRADS, spec, gpu, run).config
     _run(group, accumulate, plan, allow_tf32, share)
