@@ -14,10 +14,10 @@ no tuples, since Triton 3.6 and 3.7 launch no kernel with descriptors of tensors
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...hopper.compat import aggregate, sync_threads, tma_load
-from ...hopper.pipeline import new_ring, wait_for
+from ...hopper.pipeline import new_ring
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
 from .row_wgrad import Rows, new_row_ring
@@ -123,7 +123,7 @@ def conv_row_group_wgrad_kernel(
                 start += count
     sums = Sums(to_ptr, stride_co, 1, stride_tap, left_co, left_ci, is_whole, NUMBERS, ADD)
     piece = Piece(first, last, tiles, ALONE)
-    products = Rows(tiles_h, W, IMAGES, COLUMNS, 3, 64, 64, 64)
+    products = Rows(tiles_h, W, IMAGES, COLUMNS, 256 // W, 3, 64, 64, 64)
     launch_roles(
         accumulate_piece, (products, sums, ring, piece),
         load_piece, (gradients, products, ring, piece, COUNT),
@@ -165,25 +165,12 @@ class _Points:
                 tma_load(gradient.x_desc, [pixel, ci0 + i * 64], bar, buf)
 
     @gluon.jit
-    def multiply(self, GROUP: gl.constexpr, accs, ring, place):
-        LAYOUT: gl.constexpr = accs[0].type.layout
-        x_bufs, dy_bufs = ring.bufs
-        stage = ring.wait(place)
-        for step in gl.static_range(self.STEPS):
-            slot = stage * self.STEPS + step
-            dy = dy_bufs.index(slot * self.GROUPS + GROUP).permute((1, 0))
-            dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
-            begun = ()
-            for i in gl.static_range(self.ACCS):
-                x = x_bufs.index(slot * self.ACCS + i)
-                begun = begun + (warpgroup_mma(dy, x, accs[i], is_async=True),)
-            accs = begun
-            if step > 0:
-                accs = wait_for(self.ACCS, accs, self.ACCS)
-        accs = wait_for(0, accs, self.ACCS)
-        sync_threads()
-        ring.release(place)
-        return accs
+    def dy(self, GROUP: gl.constexpr, ring, stage, step: gl.constexpr):
+        return ring.bufs[1].index((stage * self.STEPS + step) * self.GROUPS + GROUP)
+
+    @gluon.jit
+    def x(self, GROUP: gl.constexpr, ring, stage, step: gl.constexpr, i: gl.constexpr):
+        return ring.bufs[0].index((stage * self.STEPS + step) * self.ACCS + i)
 
     @gluon.jit
     def first_row(self, GROUP: gl.constexpr, sums):

@@ -13,11 +13,7 @@ x, if the filters are turned (SWAP).
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ...hopper.compat import aggregate, allocate_for_views, reinterpret, sync_threads, tma_load
 from ...hopper.pipeline import new_ring
@@ -41,6 +37,7 @@ class Rows:
     W: gl.constexpr
     IMAGES: gl.constexpr
     COLUMNS: gl.constexpr
+    STEPS: gl.constexpr  # rows of a tile
     ACCS: gl.constexpr  # 3
     WIDTH: gl.constexpr
     CI_SIZE: gl.constexpr
@@ -52,7 +49,7 @@ class Rows:
         x_bufs, dy_bufs = ring.bufs
         W: gl.constexpr = self.W
         IMAGES: gl.constexpr = self.IMAGES
-        ROWS: gl.constexpr = 256 // W
+        ROWS: gl.constexpr = self.STEPS
         MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
         ci_blocks = gl.cdiv(gradient.CI, self.CI_SIZE)
         ci0 = block % ci_blocks * self.CI_SIZE
@@ -78,32 +75,18 @@ class Rows:
                 tma_load(gradient.sides_desc, [n, h0 + j - 1, w0 + W, ci0], bar, right)
 
     @gluon.jit
-    def multiply(self, R: gl.constexpr, accs, ring, place):
-        """What a tile adds to the three taps of row R of the filter."""
+    def dy(self, R: gl.constexpr, ring, stage, row: gl.constexpr):
         W: gl.constexpr = self.W
-        IMAGES: gl.constexpr = self.IMAGES
-        ROWS: gl.constexpr = 256 // W
-        MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
-        LAYOUT: gl.constexpr = accs[0].type.layout
         MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-        x_bufs, dy_bufs = ring.bufs
-        rows = reinterpret(dy_bufs, dy_bufs.dtype, [ring.SLOTS * ROWS, W, 64], MATRIX)
-        stage = ring.wait(place)
-        for j in gl.static_range(ROWS):
-            dy = rows.index(stage * ROWS + j).permute((1, 0))
-            dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
-            first_chunk = stage * block_chunks(W, MARGINS)
-            begun = ()
-            for s in gl.static_range(3):
-                x = row_of_tap(x_bufs, first_chunk, j + R, s, W, IMAGES, MARGINS)
-                begun = begun + (warpgroup_mma(dy, x, accs[s], is_async=True),)
-            accs = begun
-            if j > 0:
-                accs = warpgroup_mma_wait(3, deps=accs)
-        accs = warpgroup_mma_wait(0, deps=accs)
-        sync_threads()
-        ring.release(place)
-        return accs
+        dy_bufs = ring.bufs[1]
+        rows = reinterpret(dy_bufs, dy_bufs.dtype, [ring.SLOTS * self.STEPS, W, 64], MATRIX)
+        return rows.index(stage * self.STEPS + row)
+
+    @gluon.jit
+    def x(self, R: gl.constexpr, ring, stage, row: gl.constexpr, s: gl.constexpr):
+        MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
+        first_chunk = stage * block_chunks(self.W, MARGINS)
+        return row_of_tap(ring.bufs[0], first_chunk, row + R, s, self.W, self.IMAGES, MARGINS)
 
     @gluon.jit
     def first_row(self, R: gl.constexpr, sums):
@@ -175,7 +158,7 @@ def conv_row_wgrad_kernel(
     else:
         to_ptr = part_ptr + co0 * 9 * CI + ci0
         sums = Sums(to_ptr, 9 * CI, 1, CI, left_co, left_ci, False, 0, False)
-    products = Rows(tiles_h, W, IMAGES, COLUMNS, 3, K, K, 64)
+    products = Rows(tiles_h, W, IMAGES, COLUMNS, 256 // W, 3, K, K, 64)
     piece = Piece(first, last, tiles, True)
     gradients = (Gradient(x_desc, dy_desc, sides_desc, CI, CO),)
     launch_roles(

@@ -6,16 +6,19 @@ and every warpgroup multiplies what it has of each tile, by an aggregate `produc
 
     load(gradient, ring, block, tile, place)  a tile of a block of channels, as the `place`-th in
                                               the ring
-    multiply(GROUP, accs, ring, place)        what it adds to the sums of a warpgroup: ACCS of them,
-                                              [64, WIDTH] each
+    dy(GROUP, ring, stage, step)              [pixels, 64] of a step of a tile, STEPS of them, and
+    x(GROUP, ring, stage, step, i)            [pixels, WIDTH], with which they are the i-th product
+                                              of a warpgroup, of ACCS
     first_row(GROUP, sums)                    where the first of these goes
     CI_SIZE, CO_SIZE                          channels of a block
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from ...hopper.compat import aggregate
+from ...hopper.compat import aggregate, sync_threads
+from ...hopper.pipeline import wait_for
 
 
 @aggregate
@@ -120,6 +123,27 @@ def load_piece(gradients, products, ring, piece, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def _multiply(GROUP: gl.constexpr, products, accs, ring, place):
+    """What a tile adds to the sums of a warpgroup."""
+    LAYOUT: gl.constexpr = accs[0].type.layout
+    stage = ring.wait(place)
+    for step in gl.static_range(products.STEPS):
+        dy = products.dy(GROUP, ring, stage, step).permute((1, 0))
+        dy = dy.load(gl.DotOperandLayout(0, LAYOUT, 2))
+        begun = ()
+        for i in gl.static_range(products.ACCS):
+            x = products.x(GROUP, ring, stage, step, i)
+            begun = begun + (warpgroup_mma(dy, x, accs[i], is_async=True),)
+        accs = begun
+        if step > 0:
+            accs = wait_for(products.ACCS, accs, products.ACCS)
+    accs = wait_for(0, accs, products.ACCS)
+    sync_threads()
+    ring.release(place)
+    return accs
+
+
+@gluon.jit
 def _accumulate_block(GROUP: gl.constexpr, products, sums, ring, piece, block, to):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, products.WIDTH, 16])
     accs = ()
@@ -127,7 +151,7 @@ def _accumulate_block(GROUP: gl.constexpr, products, sums, ring, piece, block, t
         accs = accs + (gl.zeros([64, products.WIDTH], gl.float32, LAYOUT),)
     begin, end = piece.of_block(block)
     for tile in range(begin, end):
-        accs = products.multiply(GROUP, accs, ring, tile - piece.first)
+        accs = _multiply(GROUP, products, accs, ring, tile - piece.first)
     sums.store(to, accs, products.ACCS)
 
 
