@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..norm.coefficients import load_coefficients
 from ..norm.inline_statistics_kernels import folded_coefficients
 from ..norm.tables import check_partials_of, covering_groups, tiles_at_a_time
 from ..reductions.row_sums import RowSums
@@ -191,9 +192,7 @@ def _skip_dx_kernel(
         offs_n = n0 + tl.arange(0, TILE_N)
         mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
         ptrs = coeff_ptr + offs_n.to(tl.int64)[None, :] * 3 * CK + offs_c[:, None]
-        p = tl.load(ptrs, mask=mask, other=0.0)
-        q = tl.load(ptrs + CK, mask=mask, other=0.0)
-        r = tl.load(ptrs + 2 * CK, mask=mask, other=0.0)
+        p, q, r = load_coefficients(ptrs, CK, mask)
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     if PRECISION == "ieee":
         acc, small = multiply(

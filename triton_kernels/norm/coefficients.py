@@ -4,7 +4,8 @@
                                           offset = bias (1 + scale) + shift
 
 offs_c are channels, of any shape, and mask_c says which of them there are. A table has four rows a
-sample, float32 [N, 4, C]: mean, rstd, gain, offset.
+sample, float32 [N, 4, C]: mean, rstd, gain, offset. What backward makes of it has three, [N, 3, C]:
+p, q, r.
 """
 
 import triton
@@ -83,6 +84,15 @@ def load_table(row_ptrs, C, mask_c):
     gain = tl.load(row_ptrs + 2 * C, mask=mask_c, other=0.0)
     offset = tl.load(row_ptrs + 3 * C, mask=mask_c, other=0.0)
     return mean, rstd, gain, offset
+
+
+@triton.jit
+def load_coefficients(row_ptrs, C, mask_c):
+    """p, q and r of the channels whose p is there: dx = p dz + q x + r."""
+    p = tl.load(row_ptrs, mask=mask_c, other=0.0)
+    q = tl.load(row_ptrs + C, mask=mask_c, other=0.0)
+    r = tl.load(row_ptrs + 2 * C, mask=mask_c, other=0.0)
+    return p, q, r
 
 
 @triton.jit

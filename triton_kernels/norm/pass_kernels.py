@@ -12,7 +12,7 @@ from ..activations import activate_affine_grad
 from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs
 from ..tf32 import as_operand
-from .coefficients import load_table
+from .coefficients import load_coefficients, load_table
 
 
 @triton.jit
@@ -20,15 +20,6 @@ def _table_of(row_ptrs, C, mask_c):
     """mean, slope and offset of the channels whose mean is there: z = (x - mean) slope + offset."""
     mean, rstd, gain, offset = load_table(row_ptrs, C, mask_c)
     return mean, rstd * gain, offset
-
-
-@triton.jit
-def _coefficients(row_ptrs, C, mask_c):
-    """p, q and r of the channels whose p are there."""
-    p = tl.load(row_ptrs, mask=mask_c, other=0.0)
-    q = tl.load(row_ptrs + C, mask=mask_c, other=0.0)
-    r = tl.load(row_ptrs + 2 * C, mask=mask_c, other=0.0)
-    return p, q, r
 
 
 @triton.jit
@@ -93,7 +84,7 @@ def _norm_dx_half(
     mask_c = offs_c < CH
     if table_ptr is not None:
         mean, slope, offset = _table_of(table_ptr + n * 4 * C + border + offs_c, C, mask_c)
-    p, q, r = _coefficients(coeff_ptr + n * 3 * C + border + offs_c, C, mask_c)
+    p, q, r = load_coefficients(coeff_ptr + n * 3 * C + border + offs_c, C, mask_c)
     acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for i in range(TILES):
         p0 = (k * TILES + i) * BLOCK_P
@@ -148,7 +139,7 @@ def _norm_dx_upsampled(
     offs_q = tl.arange(0, BLOCK_Q)
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CH
-    p, q, r = _coefficients(coeff_ptr + n * 3 * C + offs_c, C, mask_c)
+    p, q, r = load_coefficients(coeff_ptr + n * 3 * C + offs_c, C, mask_c)
     acc = tl.zeros([BLOCK_Q, BLOCK_C], tl.float32)
     for i in range(TILES):
         q0 = (k * TILES + i) * BLOCK_Q

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from ...activations import activate_affine_grad
 from ...noise.dropout import kept
+from ...norm.coefficients import load_table
 from ...runtime.dependent_launch import await_inputs
 from .products import (
     multiply,
@@ -230,11 +231,7 @@ def _load_table(
     offs_n = n0 + tl.arange(0, TILE_N)
     mask = (offs_c < CI)[:, None] & (offs_n < N)[None, :]
     ptrs = table_ptr + offs_n.to(tl.int64)[None, :] * 4 * CI + offs_c[:, None]
-    mean = tl.load(ptrs, mask=mask, other=0.0)
-    rstd = tl.load(ptrs + CI, mask=mask, other=0.0)
-    g = tl.load(ptrs + 2 * CI, mask=mask, other=0.0)
-    b = tl.load(ptrs + 3 * CI, mask=mask, other=0.0)
-    return mean, rstd, g, b
+    return load_table(ptrs, CI, mask)
 
 
 @triton.jit

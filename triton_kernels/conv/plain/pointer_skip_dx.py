@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...norm.coefficients import load_coefficients
 from ...tf32 import as_operand
 from .fused_tiles import programs
 from .pointer_kernels import multiply, tile_pixels
@@ -157,9 +158,7 @@ def _skip_dx_pointer_kernel(
     offs_n = n0 + tl.arange(0, TILE_N)
     mask = (offs_n < N)[:, None] & (offs_c < C)[None, :]
     ptrs = coeff_ptr + offs_n.to(tl.int64)[:, None] * 3 * CK + offs_c[None, :]
-    p = tl.load(ptrs, mask=mask, other=0.0)
-    q = tl.load(ptrs + CK, mask=mask, other=0.0)
-    r = tl.load(ptrs + 2 * CK, mask=mask, other=0.0)
+    p, q, r = load_coefficients(ptrs, CK, mask)
     if c0 < C1:
         _finish(
             acc, x1_ptr, add1_ptr, dz_ptr, dx1_ptr, sums_ptr, p, q, r, pixels, inside,
