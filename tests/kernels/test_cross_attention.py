@@ -7,6 +7,7 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.attention import cross_attention, cross_attention_bwd, cross_attention_fwd
+from triton_kernels.attention import hopper as head
 from triton_kernels.attention.configs import (
     CROSS_ATTENTION,
 )
@@ -17,7 +18,7 @@ from triton_kernels.attention.tiles import (
     fwd_config,
 )
 from triton_kernels.registry.chips import CHIPS
-from triton_kernels.registry.choose import explain, select
+from triton_kernels.registry.choose import explain
 from triton_kernels.registry.spec import AttentionSpec
 
 from .distinct import distinct
@@ -212,12 +213,11 @@ def test_every_choice_is_in_a_tested_list():
                 assert config in BWD_CONFIGS and (config.keep >= keys or not config.one_pass)
 
 
-def test_a_head_in_shared_memory_is_refused():
+def test_no_kernel_keeps_a_head_in_shared_memory():
     spec = AttentionSpec(32, "bf16", 64, 32, keys=64, masked=True)
-    gpu = CHIPS["h100"].gpu
-    assert select(CROSS_ATTENTION, spec, gpu).kernel.name == "tiles"
-    refused = {c.kernel: c.refused for c in explain(CROSS_ATTENTION, spec, gpu)}
-    assert refused == {"tiles": None, "head": "keys and values in another tensor than queries"}
+    assert [c.kernel for c in explain(CROSS_ATTENTION, spec, CHIPS["h100"].gpu)] == ["tiles"]
+    reason = head.refuse(spec, CHIPS["h100"].gpu)
+    assert reason == "keys and values in another tensor than queries"
 
 
 def test_gradient_of_any_strides(device):

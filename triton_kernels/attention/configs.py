@@ -176,5 +176,5 @@ ATTENTION = Op("attention", _KEY, (TILES, HEAD, KEPT, STREAMED), _similar)
 ATTENTION_GRAD = Op("attention_bwd", _KEY, (TILES_GRAD, HEAD_GRAD, RELAYED), _similar)
 
 _CROSS_KEY = ("t", "keys", "d", "dtype")
-CROSS_ATTENTION = Op("cross_attention", _CROSS_KEY, (TILES, HEAD), similar=False)
-CROSS_ATTENTION_GRAD = Op("cross_attention_bwd", _CROSS_KEY, (TILES_GRAD, HEAD_GRAD), similar=False)
+CROSS_ATTENTION = Op("cross_attention", _CROSS_KEY, (TILES,), similar=False)
+CROSS_ATTENTION_GRAD = Op("cross_attention_bwd", _CROSS_KEY, (TILES_GRAD,), similar=False)
