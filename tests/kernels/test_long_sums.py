@@ -203,7 +203,7 @@ def test_parts_of_two(batch, share, monkeypatch):
     monkeypatch.setattr(
         group_wgrad, "launch_rows", lambda group, parts, whole, splits, _: seen.append(splits)
     )
-    monkeypatch.setattr(wgrad_group, "sum_parts", lambda *_: None)
+    monkeypatch.setattr(wgrad_group, "sum_group", lambda *_: None)
     pair = []
     for ci in (192, 64):
         x, dy, out = tensors(batch, 64, 64, ci, 64, 3, BF16)
@@ -226,7 +226,7 @@ def test_parts_of_several(size, share, monkeypatch):
     seen = []
     for name, at in (("launch_rows", 1), ("launch_points", 2)):
         monkeypatch.setattr(group_wgrad, name, lambda *given, at=at: seen.append(len(given[at])))
-    monkeypatch.setattr(wgrad_group, "sum_parts", lambda *_: None)
+    monkeypatch.setattr(wgrad_group, "sum_group", lambda *_: None)
     for batch in BATCHES:
         group = [
             group_wgrad.Gradient(*tensors(batch, 32, 32, ci, 128, size, BF16))

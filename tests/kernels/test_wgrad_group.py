@@ -121,7 +121,7 @@ def test_sums_of_parts(name, accumulate, device):
             part = part.double().unflatten(1, (side, side)).permute(0, 3, 1, 2)
             place = exact[i][co : co + tile_co, ci : ci + tile_ci]
             place += part[: place.shape[0], : place.shape[1]]
-    wgrad_parts.sum_parts(parts, outs, tiles, accumulate)
+    wgrad_parts.sum_group(parts, outs, tiles, accumulate)
     assert all(relative(out, e) <= 1e-6 for out, e in zip(outs, exact, strict=True))
 
 
@@ -173,7 +173,7 @@ def test_sums_of_cut_blocks(device):
         part = part.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
         place += part[: place.shape[0], : place.shape[1]]
     for accumulate in (False, True):
-        wgrad_parts.sum_parts(parts, outs, 5, accumulate, whole)
+        wgrad_parts.sum_group(parts, outs, 5, accumulate, whole)
         for out, e in zip(outs, exact, strict=True):
             assert relative(out, (1 + accumulate) * e) <= 1e-6
 

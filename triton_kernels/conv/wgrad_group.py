@@ -22,7 +22,7 @@ from .hopper import group_wgrad, rounds_wgrad, row_mma
 from .hopper.group_wgrad import Gradient, Tile
 from .hopper.rounds_wgrad import Rounds
 from .weight_grad import one_after_one, weight_grad_spec
-from .wgrad_parts import sum_parts
+from .wgrad_parts import sum_group
 
 _MANY_SPLITS = 4
 
@@ -187,7 +187,7 @@ def _run(
         parts = _empty(shape, dtype=torch.float32, device=group[0].x.device)
         group_wgrad.launch_points(group, plan, parts)
         steps = group_wgrad.pixel_tiles(spec.convs[0], plan)
-        sum_parts(parts, [g.out for g in group], steps, accumulate)
+        sum_group(parts, [g.out for g in group], steps, accumulate)
 
 
 def _run_rows(
@@ -200,7 +200,7 @@ def _run_rows(
     group_wgrad.launch_rows(group, parts, whole, splits, accumulate)
     if pieces:
         tiles = math.prod(row_mma.wgrad_tiles(*group[0].x.shape[:3]))
-        sum_parts(parts, [g.out for g in group], tiles, accumulate, whole)
+        sum_group(parts, [g.out for g in group], tiles, accumulate, whole)
 
 
 def _run_in_turn(

@@ -121,7 +121,7 @@ def _sum_group_kernel(
     tl.store(out_ptrs, result, mask=mask)
 
 
-def sum_parts(
+def sum_group(
     parts: Tensor,  # float32 [programs, parts, TILE_CO, R * S, TILE_CI], as `group_wgrad` has them
     outs: Sequence[Tensor],  # float32 [CO, CI, R, S], a channel of y is a row [R, S, CI]
     tiles: int,  # of the sum of a block of channels

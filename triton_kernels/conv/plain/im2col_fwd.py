@@ -62,7 +62,7 @@ def _im2col_fwd_kernel(
 
 
 @triton.jit(do_not_specialize=["H", "W", "P", "Q", "num_pixels"])
-def _sum_taps_kernel(
+def _sum_planes_kernel(
     z_ptr,  # float32 [CO, R, S, plane]
     bias_ptr,  # [CO] or None
     y_ptr,  # [N, P, Q, CO]
@@ -161,7 +161,7 @@ def launch(tile: Im2colFwd, operands: ConvOperands) -> None:
         **overlapping(x.device),
     )
     block = 256
-    _sum_taps_kernel[(triton.cdiv(n * p * q, block),)](
+    _sum_planes_kernel[(triton.cdiv(n * p * q, block),)](
         z, bias, y, h, w, p, q, n * p * q, plane, CO=co, R=r, S=s, PAD_H=padding[0],
         PAD_W=padding[1], BLOCK_M=block, num_warps=4, **following(x.device),
     )  # fmt: skip
