@@ -82,9 +82,7 @@ def _normal(shape: list[int], rng: Tensor, stream: int, first: int) -> Tensor:
         elements = math.prod(shape[1:])
         chunks = triton.cdiv(elements, 4 * BLOCK)
         grid = (shape[0] * chunks,)
-        _normal_kernel[grid](
-            out, rng, first, elements, chunks, STREAM=stream, BLOCK=BLOCK, num_warps=4
-        )
+        _normal_kernel[grid](out, rng, first, elements, chunks, STREAM=stream, BLOCK=BLOCK)
     return out
 
 

@@ -85,17 +85,7 @@ def _dropout(x: Tensor, p: float, rng: Tensor, layer: int, first: int) -> Tensor
     elements = x[0].numel() if x.shape[0] else 0
     chunks = triton.cdiv(elements, 4 * BLOCK)
     _dropout_kernel[(x.shape[0] * chunks,)](
-        x,
-        y,
-        rng,
-        first,
-        DROPOUT | layer << 8,
-        elements,
-        chunks,
-        p,
-        1 / (1 - p),
-        BLOCK,
-        num_warps=4,
+        x, y, rng, first, DROPOUT | layer << 8, elements, chunks, p, 1 / (1 - p), BLOCK
     )
     return y
 

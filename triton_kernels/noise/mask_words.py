@@ -15,7 +15,6 @@ from .philox import philox_words
 
 _BLOCK = 128  # halves of words of a program
 _CHANNELS = 64  # elements of a word
-_NUM_WARPS = 4
 
 _empty = torch.empty  # tests put a function here that returns -1 everywhere
 
@@ -33,7 +32,6 @@ def mask_words(mask: Mask, shape: tuple[int, ...]) -> Tensor:  # int64 [N, H, W,
         halves,
         chunks,
         BLOCK=_BLOCK,
-        num_warps=_NUM_WARPS,
     )
     return bits
 

@@ -28,7 +28,7 @@ from .tables import Statistics
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_LANES, _LOADED, _NUM_WARPS = 32, 4096, 4  # channels of a program, and their partial sums
+_LANES, _LOADED = 32, 4096  # channels of a program, and their partial sums
 _MAX_LOADED = 4 * _LOADED
 _TILE, _MIN_TILE = 4096, 1024  # its elements; fewer if there are few programs
 
@@ -202,7 +202,7 @@ def norm_small_batch(
         x1, x2, large, *norm.both, norm.weight, norm.bias, *film, a, *map(row_stride, film),
         norm.pixels[0], norm.pixels[-1], h * w, c1, c2, *blocks, norm.eps, activation,
         w if up else None, *ks, cg, block_p, block_g, block_j, *map(triton.next_power_of_2, ks),
-        num_warps=_NUM_WARPS, **overlapping(x1.device),
+        **overlapping(x1.device),
     )  # fmt: skip
     return result
 

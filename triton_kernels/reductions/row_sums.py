@@ -20,7 +20,6 @@ from .column_sum import sum_partials
 # The longest sum sets the time, so few columns a program: 32 bytes, a sector of memory
 _BLOCK_M = 256
 _BLOCK_C = 8
-_NUM_WARPS = 4
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -109,7 +108,6 @@ class RowSums:
                 table,
                 BLOCK_M=_BLOCK_M,
                 BLOCK_C=_BLOCK_C,
-                num_warps=_NUM_WARPS,
                 **overlapping(self.grad.device),
             )
         if last:

@@ -25,8 +25,7 @@ from ..runtime.layout import check_nhwc
 from ..runtime.library import derivative, once_differentiable, op
 from ..tf32 import as_operand
 
-_TILE = 2048  # coarse elements of a program: with four warps 16 a thread, loads of 16 bytes
-_NUM_WARPS = 4
+_TILE = 2048  # coarse elements of a program: 16 a thread, loads of 16 bytes
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -148,7 +147,7 @@ def gather(
     coarse = _empty((n, h // 2, w // 2, c), dtype=fine.dtype, device=fine.device)
     grid = _cut(w // 2, c)
     _gather_kernel[(n * (h // 2) * grid.qb * grid.cb,)](
-        fine, coarse, factor, h, w, c, h // 2, w // 2, *grid, tf32, num_warps=_NUM_WARPS,
+        fine, coarse, factor, h, w, c, h // 2, w // 2, *grid, tf32,
         **overlapping(fine.device, n * h * w),
     )  # fmt: skip
     return coarse
@@ -183,7 +182,7 @@ def spread_add(
         partial = sums.rows(n * rows * grid.qb, c)
     _spread_kernel[(n * rows * grid.qb * grid.cb,)](
         coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, tf32,
-        num_warps=_NUM_WARPS, **overlapping(coarse.device, n * h * w),
+        **overlapping(coarse.device, n * h * w),
     )  # fmt: skip
     return fine, partial
 

@@ -163,7 +163,7 @@ def launch(tile: Im2colFwd, operands: ConvOperands) -> None:
     block = 256
     _sum_planes_kernel[(triton.cdiv(n * p * q, block),)](
         z, bias, y, h, w, p, q, n * p * q, plane, CO=co, R=r, S=s, PAD_H=padding[0],
-        PAD_W=padding[1], BLOCK_M=block, num_warps=4, **following(x.device),
+        PAD_W=padding[1], BLOCK_M=block, **following(x.device),
     )  # fmt: skip
 
 

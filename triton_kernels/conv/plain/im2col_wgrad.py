@@ -112,7 +112,6 @@ def to_columns(
     _im2col_wgrad_kernel[(triton.cdiv(n * p * q, block_m),)](
         x, columns, h, w, p, q, n * p * q, CI=ci, S=s, TAPS=r * s, STRIDE=stride,
         PAD_H=padding[0], PAD_W=padding[1], WIDTH=width, BLOCK_W=block_w, BLOCK_M=block_m,
-        num_warps=4,
     )  # fmt: skip
     return columns
 
