@@ -145,13 +145,7 @@ def _train(
     resume_from = resume_point(settings.resume, run_dir)
     start, changes = _held_against(resume_from, config)
     if _is_finished(resume_from, run_dir, start, settings, changes):
-        metric = settings.metric or _default_metric(run_dir)
-        value = last_result(run_dir, metric)
-        if own_rank() == 0:
-            named = "a loss" if metric == "loss" else f"{metric}"
-            said = f"with {named} of {value}"
-            _say(f"{run_dir}: its {settings.steps} steps are done already, {said}")
-        return value
+        return _result_of_finished(run_dir, settings)
     processes = Processes(device)
     _check_share(settings, processes)
     _check_init(settings, resume_from)
@@ -173,15 +167,9 @@ def _train(
     score = _averaged(flat, task.score(model, process, settings, device, processes))
     held_out = None
     if task.held_out is not None and settings.eval_every:
-        held_out = HeldOutLoss(
-            task.held_out,
-            process,
-            backend,
-            device,
-            processes,
-            most=settings.eval_images,
-            batch_size=min(_EVALUATED_AT_ONCE, step.batches.count // settings.accumulate),
-        )
+        batch_size = min(_EVALUATED_AT_ONCE, step.batches.count // settings.accumulate)
+        numbers = {"most": settings.eval_images, "batch_size": batch_size}
+        held_out = HeldOutLoss(task.held_out, process, backend, device, processes, **numbers)
     metric = _metric(settings, held_out is not None, task)
 
     size = len(task.samples)
@@ -210,13 +198,7 @@ def _train(
                 else settings.init and f"beginning with the weights of {settings.init}"
             )
             _describe(run_dir, step, task, settings, processes, began, changes)
-            with writing(run_dir):
-                found = environment(device, processes.count)
-                for key, (then, now) in note_environment(run_dir, start, found).items():
-                    log.info("%s: %s -> %s", key, then, now)
-                aside = set_newer_aside(resume_from, run_dir)
-            for path in aside:
-                _say(f"note: a later checkpoint of the run is now {path}")
+            _note_start(run_dir, start, resume_from, environment(device, processes.count))
         trainer = Trainer(
             step,
             show,
@@ -233,6 +215,27 @@ def _train(
         with writing(run_dir):
             results = trainer.run(start, stored.get("interval"))
         return results.get(metric, float("nan"))
+
+
+def _result_of_finished(run_dir: Path, settings: TrainSettings) -> float:
+    """What a run that is done already has come to; the first process says so."""
+    metric = settings.metric or _default_metric(run_dir)
+    value = last_result(run_dir, metric)
+    if own_rank() == 0:
+        named = "a loss" if metric == "loss" else f"{metric}"
+        _say(f"{run_dir}: its {settings.steps} steps are done already, with {named} of {value}")
+    return value
+
+
+def _note_start(run_dir: Path, start: int, resume_from: Path | None, found: dict[str, Any]) -> None:
+    """Log what of the environment has changed, and set checkpoints aside that this run is to write
+    again."""
+    with writing(run_dir):
+        for key, (then, now) in note_environment(run_dir, start, found).items():
+            log.info("%s: %s -> %s", key, then, now)
+        aside = set_newer_aside(resume_from, run_dir)
+    for path in aside:
+        _say(f"note: a later checkpoint of the run is now {path}")
 
 
 class _Built(NamedTuple):
