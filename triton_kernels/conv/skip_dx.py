@@ -256,10 +256,11 @@ def skip_dx(
     if config is None:
         config = choose_config(dy, weight, x1, x2, add1, upsample1, allow_tf32)
     precision = precision_of(dy.dtype, allow_tf32)
+    if isinstance(coeff, NormSums):
+        assert folds(config, dy, x1, x2, upsample1), "a tile of several images, or of both halves"
     if halves or not _straddles(config, x1, x2):
         rest = coeff, add1, sums, upsample1, config, precision
         return _launch(dy, weight, dz, 0, x1, x2, *rest, dz2)
-    assert isinstance(coeff, Tensor), "coefficients are made in the kernel for both halves at once"
     c1 = x1.shape[3]
     first, second = (weight[:, :c1], dz, 0, x1, None), (weight[:, c1:], dz, c1, x2, None)
     dx1, _, rows = _launch(dy, *first, coeff, add1, sums, upsample1, config, precision)
@@ -299,56 +300,63 @@ def _launch(
     row = 1 if by_pointers else 16 // dy.itemsize
     assert c1 % row == c % row == co % row == 0, "channels in multiples of 16 bytes"
     box = _box(config, n, h, w, upsample1)
-    norm = [None] * 3
-    fold = dict.fromkeys(("KZ", "CG", "BLOCK_G", "BLOCK_J", "BLOCK_KZ"), 1)
-    if isinstance(coeff, NormSums):
-        assert box[0] == 1, "a tile of several images"
-        partials, table, num_groups, place = coeff
-        check_partials_of(partials, h * w, n, c)
-        assert place.shape == (n, 2 * c)
-        assert table.shape == (n, 4, c) and table.is_contiguous() and place.is_contiguous()
-        fold["KZ"], fold["CG"] = partials.shape[1], c // num_groups
-        groups = covering_groups(config.block_c, 0, fold["CG"])
-        fold["BLOCK_G"], fold["BLOCK_J"] = groups
-        (fold["BLOCK_KZ"],) = tiles_at_a_time(groups, fold["KZ"])
-        coeff, norm = None, [partials, table, place]
-    else:
-        assert coeff.shape == (n, 3, channels) and coeff.is_contiguous()
-        coeff = coeff[..., begin:]
     rows = None
     count = n * boxes_of_image(box, h, w)
     if isinstance(sums, RowSums):
         rows = sums.rows(count, c1)
     elif sums:
         rows = _empty((count, c1), dtype=torch.float32, device=dy.device)
+    if isinstance(coeff, Tensor):
+        assert coeff.shape == (n, 3, channels) and coeff.is_contiguous()
+        coeff = coeff[..., begin:]
     if n == 0:
         return dx1, dx2, rows
-    if by_pointers:
-        filters, columns = weight.view(co, c), dz if dz2 is not None else dz[..., begin:]
-        pointer_skip_dx.launch(
-            dy, filters, columns, dz2, x1, x2, add1, coeff, dx1, dx2, rows, box, config,
-            upsample1=upsample1, precision=precision,
-        )  # fmt: skip
-        return dx1, dx2, rows
+    columns = dz if dz2 is not None else dz[..., begin : begin + c]
+    tensors = dy, weight.view(co, c), columns, dz2, x1, x2, add1, coeff, dx1, dx2, rows
+    launch = pointer_skip_dx.launch if by_pointers else _launch_tma
+    launch(*tensors, box, config, upsample1=upsample1, precision=precision)
+    return dx1, dx2, rows
+
+
+def _launch_tma(
+    dy: Tensor,  # these as those of `pointer_skip_dx.launch`
+    weight: Tensor,
+    dz: Tensor,
+    dz2: Tensor | None,
+    x1: Tensor,
+    x2: Tensor | None,
+    add1: Tensor | None,
+    coeff: Tensor | NormSums,
+    dx1: Tensor,
+    dx2: Tensor | None,
+    rows: Tensor | None,
+    box: tuple[int, int, int],
+    config: Config,
+    *,
+    upsample1: bool,
+    precision: str,
+) -> None:
+    n, h, w, co = dy.shape
+    c, c1 = weight.shape[1], x1.shape[3]
+    factor = 2 if upsample1 else 1
     tile = [*box, config.block_c]
     tile1 = [box[0], box[1] // factor, box[2] // factor, config.block_c]
-    filters = weight.view(co, c)
+    channels = coeff.stride(1) if isinstance(coeff, Tensor) else c  # of dz, too, if it is one
     if dz2 is None:
-        columns = TensorDescriptor(  # not dz.stride(), see `in_boxes`
-            dz[..., begin : begin + c], [n, h, w, c], [*_pitches(dz), 1], tile
-        )
+        pitches = [h * w * channels, w * channels, channels, 1]  # not dz.stride(), see `in_boxes`
+        columns = TensorDescriptor(dz, [n, h, w, c], pitches, tile)
     else:
         columns = in_boxes(dz, tile1)
+    norm, fold = _of_norm(coeff, n, h * w, c, config)
     programs = count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
     _skip_dx_kernel[(programs,)](
         in_boxes(dy, [*box, config.block_k]),
-        columns_in_boxes(filters, [config.block_k, config.block_c], precision == "ieee"),
+        columns_in_boxes(weight, [config.block_k, config.block_c], precision == "ieee"),
         columns,
         None if dz2 is None else in_boxes(dz2, tile),
         in_boxes(x1, tile1),
         None if x2 is None else in_boxes(x2, tile),
         None if add1 is None else in_boxes(add1, tile),
-        coeff,
         *norm,
         in_boxes(dx1, tile1),
         None if dx2 is None else in_boxes(dx2, tile),
@@ -367,7 +375,24 @@ def _launch(
         **fold,
         **overlapping(dy.device),
     )
-    return dx1, dx2, rows
+
+
+def _of_norm(
+    coeff: Tensor | NormSums, n: int, pixels: int, c: int, config: Config
+) -> tuple[list[Tensor | None], dict[str, int]]:
+    """coeff_ptr, partial_ptr, table_ptr and rows_ptr of the kernel, and the constants that belong
+    to them."""
+    names = ("KZ", "CG", "BLOCK_G", "BLOCK_J", "BLOCK_KZ")
+    if isinstance(coeff, Tensor):
+        return [coeff, None, None, None], dict.fromkeys(names, 1)
+    partials, table, num_groups, place = coeff
+    check_partials_of(partials, pixels, n, c)
+    assert place.shape == (n, 2 * c)
+    assert table.shape == (n, 4, c) and table.is_contiguous() and place.is_contiguous()
+    tiles, cg = partials.shape[1], c // num_groups
+    groups = covering_groups(config.block_c, 0, cg)
+    fold = zip(names, (tiles, cg, *groups, *tiles_at_a_time(groups, tiles)), strict=True)
+    return [None, partials, table, place], dict(fold)
 
 
 def choose_config(
@@ -493,12 +518,6 @@ def folds(config: Config, dy: Tensor, x1: Tensor, x2: Tensor | None, upsample1: 
 def _straddles(config: Config, x1: Tensor, x2: Tensor | None) -> bool:
     """Whether some tile has channels of both halves."""
     return x2 is not None and x1.shape[3] % config.block_c > 0
-
-
-def _pitches(x: Tensor) -> list[int]:
-    """Elements from an image, a row and a pixel of contiguous x to the next."""
-    _, h, w, c = x.shape
-    return [h * w * c, w * c, c]
 
 
 def _fitting(configs: list, spec: ConvSpec) -> list:
