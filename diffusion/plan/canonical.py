@@ -8,6 +8,8 @@
 - Zeros around an image become the convolution's padding.
 """
 
+import torch
+
 from .calls.table import launch_reference
 from .graph import Graph, Node, Value
 
@@ -82,9 +84,15 @@ def _casts(graph: Graph) -> None:
         before = producers.get(node.inputs["x"])
         if before is not None and before.op == "cast":
             start = before.inputs["x"]
-            if start.dtype == node.out.dtype and before.out.dtype.itemsize >= start.dtype.itemsize:
+            if start.dtype == node.out.dtype and _has_every(before.out.dtype, start.dtype):
                 same[node.out] = start
     graph.substitute(same)
+
+
+def _has_every(wide: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether `wide` has every number of `dtype`: none of two kinds, such as integers in floats."""
+    kinds = {(x.is_floating_point, x.is_complex) for x in (wide, dtype)}
+    return len(kinds) == 1 and torch.promote_types(wide, dtype) == wide
 
 
 def _biases(graph: Graph) -> None:
