@@ -52,6 +52,25 @@ def _batch_norm(
     return input * gain.view(shape).to(input.dtype) + shift.view(shape).to(input.dtype)
 
 
+# Names in place of which functionalization sees nothing: each is another name of an op
+_SECOND_NAMES = (
+    "absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip divide fix greater"
+    " greater_equal less less_equal multiply negative not_equal square subtract true_divide"
+).split()
+
+
+def _written(name: str) -> Callable:
+    def write(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.copy_(getattr(self, name)(*args, **kwargs))
+
+    return write
+
+
+for _name in _SECOND_NAMES:
+    _both = (getattr(owner, f"{_name}_", None) for owner in (Tensor, torch))
+    instead_of(*filter(None, _both))(_written(_name))
+
+
 _OF_IMAGES = {"nearest": "nearest", "nearest-exact": "nearest-exact", "linear": "bilinear"}
 
 
