@@ -228,7 +228,16 @@ class _Notes(TorchDispatchMode):
         self.within = False  # a call that is noted whole
 
     def __torch_dispatch__(self, target, types, args=(), kwargs=None):
-        args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs or {}))
+        with torch._C.DisableTorchFunction():  # by which `_Functions` would see what is read here
+            return self._seen(target, args, kwargs or {})
+
+    def _seen(self, target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self._is_known(target, args, kwargs):
+            if kwargs.get("device") == torch.device("meta"):  # the recording's: numbers stay
+                kwargs = {k: v for k, v in kwargs.items() if k != "device"}
+            with torch._C._DisableTorchDispatch():
+                return target(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs))
         if target is _ATEN.copy_.default and id(args[0]) in self.given:
             raise PlanError(f"the module changes {self.given[id(args[0])]} in its forward")
         result = None if self.shapes.by_device else known_result(target, args, kwargs)
@@ -236,6 +245,14 @@ class _Notes(TorchDispatchMode):
         if not self.within and isinstance(result, Tensor | list | tuple):
             self.note(target, args, kwargs, result)
         return result
+
+    def _is_known(self, target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether the call's result is the same in each call of the module, so that it is made now:
+        of tensors with numbers alone, such as an array of numpy's."""
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        fixed = not any(self.shapes.has(x) or x.requires_grad for x in tensors)
+        drawn = torch.Tag.nondeterministic_seeded in target.tags
+        return bool(tensors) and fixed and not drawn and not target._schema.is_mutable
 
     def shaped(self, x: Tensor) -> Tensor:
         """x, or in place of a constant a tensor without its numbers."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from diffusers import (
@@ -337,12 +338,28 @@ class OfUnitNorm(nn.Module):
         return F.conv2d(x, w / norm / w[0].numel() ** 0.5, padding=1)
 
 
+class Rounded(nn.Module):
+    """Casts that lose numbers, second names of ops in place, and an array of numpy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        filters = np.outer(np.float32([1, 2, 1]), [1, 2, 1])[None, None]
+        filters = torch.as_tensor(filters, dtype=x.dtype, device=x.device).tile([3, 1, 1, 1])
+        x = F.conv2d(x, filters / filters.sum(), groups=3)
+        x = x.multiply_(2 + t.long().to(x.dtype)).clip_(-3, 3)
+        return self.conv(x) + (4 * x).int().to(x.dtype).mean()
+
+
 def _normed() -> nn.Module:
     return torch.nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 8, 3))
 
 
 add("shared layers", Shared, (2, 4, 6, 6))
 add("written to", Written, (2, 4, 6, 6))
+add("rounded and clipped", Rounded, (2, 3, 9, 8), torch.tensor(1.75))
 add("filters of norm 1", OfUnitNorm, (2, 4, 6, 6))
 add("resampled by filters", Resampled, (2, 4, 4, 6))
 add("weight norm", lambda: nn.Sequential(_normed(), nn.GLU(1), nn.PReLU(4)), (2, 4, 6, 6))
