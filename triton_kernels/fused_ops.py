@@ -1,16 +1,20 @@
 """The kernels of a planned network, under the names that `reference.fused` defines.
 
-Parts of their names say how a kernel divides its work:
+A norm is several of them, or one:
 
-    fold    a norm's table and its pass in one launch: in training, for images with few partial
-            sums. Otherwise `norm_tables` and `norm_passes` are two launches.
-    whole   a program holds whole groups of an image in registers and needs no sums: in sampling,
-            for images of few pixels or after split-K convolutions.
-    few     for up to 4 images: a program issues all loads at once, including statistics.
-    early   like few, and loads its weights before it waits for its predecessor: in sampling of up
-            to 4 images. With more images, or in training, `conv` loops over tiles.
-    split   a convolution stores split-K parts, which the following norm adds: in sampling, where
-            whole tiles would leave multiprocessors idle.
+    norm_table, apply           statistics of a norm, as a table, and the pass that applies it
+    norm_grad_table, norm_dx    the same of its gradient
+    norm_apply, norm_backward   either pair; in one launch where images have few partial sums
+    norm_of_sums                the first pair in sampling, in one launch where that pays
+    norm_single_cta             in sampling: a program holds whole groups of an image and needs no
+                                sums; also of what `conv_split` has stored
+
+Of convolutions some are for sampling alone:
+
+    conv_few     images or tiles are so few that latency is the limit
+    conv_split   stores split-K parts, which the norm that follows adds, or `sum_parts`, where whole
+                 tiles would leave multiprocessors idle
+    conv_norm, conv_norm_grid_sync, norm_conv   with the norm behind or before it in one launch
 
 `OPS` are the ops that one launch or several can compute: `diffusion.plan` asks them which it should
 be (`Op.why_apart`).

@@ -28,7 +28,7 @@ _PLOTTED = 4  # chunks in a picture
 
 
 class PolicyTask:
-    """See `training_run.Task`."""
+    """See `runs.training.Task`."""
 
     noun = "chunks"
     flip = False

@@ -29,7 +29,7 @@ from .trainer import TrainSettings
 
 
 class ImageTask:
-    """See `training_run.Task`."""
+    """See `runs.training.Task`."""
 
     noun = "images"
 

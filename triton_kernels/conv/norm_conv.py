@@ -1,7 +1,7 @@
 """A convolution that makes what it reads, act(norm(x)), where a kernel can do that on the way.
 
     y = conv(act(z)) + bias + emb + residual + 1x1 convolutions of other tensors
-    z = (x - mean) rstd g + b                                   of partials, as in `norm_tables`
+    z = (x - mean) rstd g + b                                   of partials, as in `norm.tables`
 
 For what wants y alone: act(z) is nowhere in memory afterwards, which spares a pass that reads and
 writes as much as the convolution does, and the launch of its table. The kernels are those that

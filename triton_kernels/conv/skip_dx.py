@@ -5,7 +5,7 @@
 
 W^T dy alone would be written and read again, as wide as x. dx is [channels, pixels] of a product
 over the few channels of y, and all else is read while it is made. x is one tensor or the
-concatenation of x1 and x2; p, q and r are those of `norm_tables`, per (n, c).
+concatenation of x1 and x2; p, q and r are those of `norm.tables`, per (n, c).
 
 The GEMM and its boxes are those of `conv.fused`; all tensors are NHWC. Without a TMA unit it is
 `conv.plain.pointer_skip_dx`.
@@ -246,7 +246,7 @@ def skip_dx(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx1 = p dz + q x1 + r + W^T dy + add1, and dx2 alike but for add1, rounded once.
 
-    `upsample1`, `sums` and the third result are as those of `norm_passes.norm_dx`. NormSums are for
+    `upsample1`, `sums` and the third result are as those of `norm.passes.norm_dx`. NormSums are for
     tiles of one image and of one half, see `folds`. If no tile of channels divides the halves, each
     is a launch of its own.
     """

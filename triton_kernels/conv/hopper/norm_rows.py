@@ -88,7 +88,7 @@ def load_weights(norm):
 @gluon.jit
 def _of_sums(norm, weights, n, pixels, K: gl.constexpr, CG: gl.constexpr):
     """Of the sums of K tiles, and of groups of CG channels. The formulas are those of
-    `norm_tables`."""
+    `norm.tables`."""
     LAYOUT: gl.constexpr = _sums_layout()
     offs = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     offs_k = gl.arange(0, K, layout=gl.SliceLayout(1, LAYOUT))
