@@ -351,30 +351,14 @@ def _launch_tma(
     programs = count_boxes(box, n, h, w) * triton.cdiv(c, config.block_c)
     _skip_dx_kernel[(programs,)](
         in_boxes(dy, [*box, config.block_k]),
-        columns_in_boxes(weight, [config.block_k, config.block_c], precision == "ieee"),
-        columns,
-        None if dz2 is None else in_boxes(dz2, tile),
-        in_boxes(x1, tile1),
-        None if x2 is None else in_boxes(x2, tile),
-        None if add1 is None else in_boxes(add1, tile),
-        *norm,
-        in_boxes(dx1, tile1),
-        None if dx2 is None else in_boxes(dx2, tile),
-        rows,
-        n,
-        co,
-        h,
-        w,
-        c,
-        c1,
-        channels,
-        PRECISION=precision,
-        UPSAMPLE=upsample1,
-        RAGGED=is_ragged(box, h, w),
-        **tile_sizes(box, config),
-        **fold,
-        **overlapping(dy.device),
-    )
+        columns_in_boxes(weight, [config.block_k, config.block_c], precision == "ieee"), columns,
+        None if dz2 is None else in_boxes(dz2, tile), in_boxes(x1, tile1),
+        None if x2 is None else in_boxes(x2, tile), None if add1 is None else in_boxes(add1, tile),
+        *norm, in_boxes(dx1, tile1), None if dx2 is None else in_boxes(dx2, tile), rows, n, co, h,
+        w, c, c1, channels,
+        PRECISION=precision, UPSAMPLE=upsample1, RAGGED=is_ragged(box, h, w),
+        **tile_sizes(box, config), **fold, **overlapping(dy.device),
+    )  # fmt: skip
 
 
 def _of_norm(

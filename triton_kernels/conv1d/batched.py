@@ -146,26 +146,12 @@ def launch(
     weight_strides = [shape.rows * shape.channels, shape.channels, 1]  # of one tap PyTorch has any
     conv1d_whole_kernel[(shape.rows // _ROWS, parts, splits(shape, c))](
         _in_boxes(a, [t, n, channels], [channels, t * channels, 1], [together, c.samples]),
-        _in_boxes(weight, list(weight.shape), weight_strides, [1, _ROWS]),
-        partial,
-        side,
-        n,
-        C=shape.channels,
-        T=t,
-        CO=partial.shape[3],
-        TAPS=shape.taps,
-        STRIDE=shape.stride,
-        TRANSPOSED=shape.transposed,
-        SPLIT=shape.split,
-        SAMPLES=c.samples,
-        TT=c.times,
-        BLOCKS=c.blocks,
-        SLOTS=c.slots,
-        TOGETHER=together,
-        PDL=overlap,
-        num_warps=4,
-        **({"launch_pdl": True} if overlap else {}),
-    )
+        _in_boxes(weight, list(weight.shape), weight_strides, [1, _ROWS]), partial, side, n,
+        C=shape.channels, T=t, CO=partial.shape[3], TAPS=shape.taps, STRIDE=shape.stride,
+        TRANSPOSED=shape.transposed, SPLIT=shape.split, SAMPLES=c.samples, TT=c.times,
+        BLOCKS=c.blocks, SLOTS=c.slots, TOGETHER=together, PDL=overlap, num_warps=4,
+        **{"launch_pdl": True} if overlap else {},
+    )  # fmt: skip
 
 
 def _in_boxes(

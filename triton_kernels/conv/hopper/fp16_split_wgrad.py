@@ -100,23 +100,12 @@ def launch_split(tile: Fp16SplitWgrad, splits: int, operands: WgradOperands) -> 
     images, rows = images_of_row(w), _rows(w)
     absent = [None] * (2 - parts)
     conv_fp16_split_wgrad_kernel[(co * ci // 64**2 * splits,)](
-        *(in_rows(part, 1, images) for part in x_parts),
-        *absent,
-        *(in_rows(part, rows, images) for part in dy_parts),
-        *absent,
-        partial,
-        factors,
-        ci,
-        co,
-        _num_tiles(n, h, w),
-        h // rows,
-        W=w * images,
-        IMAGES=images,
-        STAGES=4 // parts,
-        num_warps=4,
-        maxnreg=128,
+        *(in_rows(part, 1, images) for part in x_parts), *absent,
+        *(in_rows(part, rows, images) for part in dy_parts), *absent, partial, factors, ci, co,
+        _num_tiles(n, h, w), h // rows,
+        W=w * images, IMAGES=images, STAGES=4 // parts, num_warps=4, maxnreg=128,
         **following(x.device),
-    )
+    )  # fmt: skip
 
 
 def _rows(w: int) -> int:

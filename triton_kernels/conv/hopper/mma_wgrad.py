@@ -130,26 +130,12 @@ def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:
     n, p, q, _ = dy.shape
     box = pixel_box(tile.block_m, n, p, q)
     conv_mma_wgrad_kernel[(_blocks(co, ci, r * s, tile), splits)](
-        _in_boxes(x, box),
-        _in_boxes(dy, box),
-        partial,
-        ci,
-        p,
-        q,
-        co,
-        count_boxes(box, n, p, q),
-        PRODUCTS=1 if precision == "tf32" else 3,
-        TAPS=r * s,
-        S=s,
-        PAD_H=padding[0],
-        PAD_W=padding[1],
-        X_BLOCKS=tile.block_x // BLOCK,
-        STAGES=tile.num_stages,
-        AHEAD=tile.read_ahead,
-        num_warps=4,
-        maxnreg=_REGISTERS[tile.programs],
+        _in_boxes(x, box), _in_boxes(dy, box), partial, ci, p, q, co, count_boxes(box, n, p, q),
+        PRODUCTS=1 if precision == "tf32" else 3, TAPS=r * s, S=s, PAD_H=padding[0],
+        PAD_W=padding[1], X_BLOCKS=tile.block_x // BLOCK, STAGES=tile.num_stages,
+        AHEAD=tile.read_ahead, num_warps=4, maxnreg=_REGISTERS[tile.programs],
         **overlapping(x.device),
-    )
+    )  # fmt: skip
 
 
 def _in_boxes(x: Tensor, box: tuple[int, int, int]) -> "TensorDescriptor":

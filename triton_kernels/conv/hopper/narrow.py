@@ -56,24 +56,12 @@ def launch(config: NarrowOutput, operands: Operands) -> None:
     blocks = min(programs(width, c) * device.num_sms, tiles)
     overlap = overlapping(operands.x.device, 0)
     conv_narrow_output_kernel[(blocks,)](
-        in_rows(operands.x, 1, images),
-        filters_in_boxes(operands.weight, 16),
-        operands.y,
-        operands.vectors,
-        tiles,
-        rounds,
-        None if images == 1 else n,
-        h,
-        co,
-        W=width,
-        IMAGES=images,
-        K_BLOCKS=c // 64,
-        PAIRS=pairs(width, c, device.shared_memory),
-        OVERLAP=bool(overlap),
-        num_warps=4,
-        maxnreg=80 if programs(width, c) == 2 else 168,
+        in_rows(operands.x, 1, images), filters_in_boxes(operands.weight, 16), operands.y,
+        operands.vectors, tiles, rounds, None if images == 1 else n, h, co,
+        W=width, IMAGES=images, K_BLOCKS=c // 64, PAIRS=pairs(width, c, device.shared_memory),
+        OVERLAP=bool(overlap), num_warps=4, maxnreg=80 if programs(width, c) == 2 else 168,
         **overlap,
-    )
+    )  # fmt: skip
 
 
 def _images_of_row(w: int) -> int:

@@ -102,20 +102,11 @@ def _launch(
     co, pixels = weight.shape[0], w
     blocks = [c // 64 for c in (ci, *extra)]
     conv_one_row_kernel[(n * h * w // pixels * (co // 64), count)](
-        *terms,
-        n,
-        co,
-        H=h,
-        W=w,
-        PIXELS=pixels,
-        BLOCKS=blocks[0],
-        BLOCKS1=blocks[1],
-        BLOCKS2=blocks[2],
-        PARTS=count,
-        SLOTS=slots(blocks, pixels, count, describe(x.device).shared_memory),
-        num_warps=4,
-        **overlapping(x.device, n * h * w),
-    )
+        *terms, n, co,
+        H=h, W=w, PIXELS=pixels, BLOCKS=blocks[0], BLOCKS1=blocks[1], BLOCKS2=blocks[2],
+        PARTS=count, SLOTS=slots(blocks, pixels, count, describe(x.device).shared_memory),
+        num_warps=4, **overlapping(x.device, n * h * w),
+    )  # fmt: skip
 
 
 def slots(blocks: Sequence[int], pixels: int, count: int, shared_memory: int) -> int:

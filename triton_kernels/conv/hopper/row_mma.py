@@ -125,29 +125,14 @@ def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
     made = [operands.x if makers else None, norm and norm.table]
     conv_stationary_weights_kernel[(programs,)](
         *operands.tensors(partial(_in_rows_of, w), partial(in_rows, rows=2)),
-        *(operands.means or (None, None)),
-        *norm_arguments,
-        *made,
-        *operands.numbers,
-        n * h // rows,
-        h // rows,
-        c,
-        ROWS=rows,
-        W=w,
-        DGRAD=operands.activation is not None,
-        ACT=operands.activation_name,
-        GROUPS=groups,
-        PAIRS=pairs,
-        SLOTS=slots,
-        MAKERS=makers,
-        EXTRA1=operands.extra_channels[0] // 64,
-        EXTRA2=operands.extra_channels[1] // 64,
-        OVERLAP=bool(overlap),
-        **norm_options,
-        num_warps=4,
-        maxnreg=96 if makers == 2 else 128 if groups == 3 or makers else 168,
-        **overlap,
-    )
+        *(operands.means or (None, None)), *norm_arguments, *made, *operands.numbers, n * h // rows,
+        h // rows, c,
+        ROWS=rows, W=w, DGRAD=operands.activation is not None, ACT=operands.activation_name,
+        GROUPS=groups, PAIRS=pairs, SLOTS=slots, MAKERS=makers,
+        EXTRA1=operands.extra_channels[0] // 64, EXTRA2=operands.extra_channels[1] // 64,
+        OVERLAP=bool(overlap), **norm_options, num_warps=4,
+        maxnreg=96 if makers == 2 else 128 if groups == 3 or makers else 168, **overlap,
+    )  # fmt: skip
 
 
 STATIONARY = Kernel(
@@ -199,28 +184,13 @@ def launch_two(
     tiles = n * h // 2
     overlap = overlapping(x1.device, 0)
     conv_stationary_weights_concat_kernel[(min(describe(x1.device).num_sms, tiles),)](
-        x1,
-        x2,
-        filters_in_boxes(weight),
-        in_rows(y),
-        *norm,
-        bias,
-        emb,
-        partials,
-        0 if emb is None else emb.stride(0),
-        tiles,
-        h // 2,
-        W=w,
-        ACT=slope,
-        PAIRS=3,
-        TILES_OF_X1=None if norm[0] is None else norm[0].shape[1],
+        x1, x2, filters_in_boxes(weight), in_rows(y), *norm, bias, emb, partials,
+        0 if emb is None else emb.stride(0), tiles, h // 2,
+        W=w, ACT=slope, PAIRS=3, TILES_OF_X1=None if norm[0] is None else norm[0].shape[1],
         TILES_OF_X2=None if norm[1] is None else norm[1].shape[1],
-        CG=None if norm[0] is None else 128 // groups,
-        OVERLAP=bool(overlap),
-        num_warps=4,
-        maxnreg=96,
-        **overlap,
-    )
+        CG=None if norm[0] is None else 128 // groups, OVERLAP=bool(overlap), num_warps=4,
+        maxnreg=96, **overlap,
+    )  # fmt: skip
 
 
 def _stationary_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
@@ -385,23 +355,12 @@ def weight_grad(
     blocks = co // 64 if narrow else wgrad_blocks(co, ci)
     conv_row_wgrad_kernel[(blocks * parts.shape[0],)](
         in_rows(few, 1, images, width, 16 if narrow else 64),
-        in_rows(many, rows, images, width, 64),
-        None if columns == 1 else in_rows(few, 1, 1, 8, 64),
-        parts,
-        parts.stride(0),
-        ci,
-        co,
-        groups * tiles_h,
-        tiles_h,
-        W=width * images,
-        IMAGES=images,
-        COLUMNS=columns,
-        STAGES=_STAGES_OF_16 if narrow else STAGES,
-        SWAP=swap,
-        RAGGED=ragged,
-        num_warps=4,
+        in_rows(many, rows, images, width, 64), None if columns == 1 else in_rows(few, 1, 1, 8, 64),
+        parts, parts.stride(0), ci, co, groups * tiles_h, tiles_h,
+        W=width * images, IMAGES=images, COLUMNS=columns,
+        STAGES=_STAGES_OF_16 if narrow else STAGES, SWAP=swap, RAGGED=ragged, num_warps=4,
         maxnreg=128,
-    )
+    )  # fmt: skip
 
 
 def images_of_row(w: int) -> int:

@@ -87,16 +87,8 @@ def conv_single_tile(
         return in_boxes(t, [m, c], [c, 1], [PIXELS, 64])
 
     conv_single_tile_kernel[(m // PIXELS * (co // 64),)](
-        in_tiles(x),
-        in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
-        None if residual is None else in_tiles(residual),
-        in_tiles(y),
-        bias,
-        partials,
-        co,
-        PIXELS=PIXELS,
-        K_BLOCKS=ci // 64,
-        num_warps=4,
-        **overlapping(x.device, m),
-    )
+        in_tiles(x), in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
+        None if residual is None else in_tiles(residual), in_tiles(y), bias, partials, co,
+        PIXELS=PIXELS, K_BLOCKS=ci // 64, num_warps=4, **overlapping(x.device, m),
+    )  # fmt: skip
     return y, partials

@@ -135,31 +135,13 @@ def _launch(
     known = describe(device)
     overlap = overlapping(device, 0)
     conv_parity_kernel[(min(count, known.num_sms),)](
-        *pair,
-        _summed_in_boxes(summed),
-        *(whole or (None, None, None)),
-        beside,
-        result,
-        vectors,
-        emb,
-        partials,
-        *channels,
-        0 if emb is None else emb.stride(0),
-        0 if slope is None or vectors is None else vectors.stride(1),
-        n,
-        h,
-        c,
-        ROWS=rows,
-        IMAGES=images,
-        W=w,
-        DGRAD=slope is not None,
-        ACT=slope,
-        BLOCKS=blocks_of(pixels, images * w, known.shared_memory),
-        **registers(pixels, images),
-        OVERLAP=bool(overlap),
-        num_warps=4,
-        **overlap,
-    )
+        *pair, _summed_in_boxes(summed), *(whole or (None, None, None)), beside, result, vectors,
+        emb, partials, *channels, 0 if emb is None else emb.stride(0),
+        0 if slope is None or vectors is None else vectors.stride(1), n, h, c,
+        ROWS=rows, IMAGES=images, W=w, DGRAD=slope is not None, ACT=slope,
+        BLOCKS=blocks_of(pixels, images * w, known.shared_memory), **registers(pixels, images),
+        OVERLAP=bool(overlap), num_warps=4, **overlap,
+    )  # fmt: skip
 
 
 def _summed_in_boxes(summed: Tensor) -> "TensorDescriptor":

@@ -40,34 +40,15 @@ def forward(config: Config, operands: Operands) -> None:
     w_descs = _of_each(weight_in_boxes, filters, config.block_c, config.block_k)
     residual = operands.beside[0] if operands.beside else None
     conv_forward_kernel[(programs(config, box, *y.shape),)](
-        x_descs[0],
-        w_descs[0],
-        operands.vectors,
-        emb,
-        None if residual is None else in_boxes(residual, tile),
-        in_boxes(y, tile),
-        operands.partials,
-        *extra_descs,
-        *[None] * (4 - len(extra_descs)),
-        x_descs[1],
-        w_descs[1],
-        operands.extra_bias,
-        *extra_channels,
-        *[0] * (2 - len(operands.extra)),
-        0 if emb is None else emb.stride(0),
-        n,
-        ci,
-        h,
-        w,
-        co,
-        R=r,
-        S=s,
-        PRECISION=operands.precision,
-        ROWS=config.rows,
-        RAGGED=stats and is_ragged(box, h, w),
-        **tile_sizes(box, config),
+        x_descs[0], w_descs[0], operands.vectors, emb,
+        None if residual is None else in_boxes(residual, tile), in_boxes(y, tile),
+        operands.partials, *extra_descs, *[None] * (4 - len(extra_descs)), x_descs[1], w_descs[1],
+        operands.extra_bias, *extra_channels, *[0] * (2 - len(operands.extra)),
+        0 if emb is None else emb.stride(0), n, ci, h, w, co,
+        R=r, S=s, PRECISION=operands.precision, ROWS=config.rows,
+        RAGGED=stats and is_ragged(box, h, w), **tile_sizes(box, config),
         **overlapping(x.device, n * h * w),
-    )
+    )  # fmt: skip
 
 
 def input_grad(config: Config, operands: Operands) -> None:
@@ -92,36 +73,16 @@ def input_grad(config: Config, operands: Operands) -> None:
     dy_descs = _of_each(in_boxes, parts, [*box, config.block_k])
     w_descs = _of_each(weight_in_boxes, filters, *block)
     conv_input_grad_kernel[(programs(config, box, *dz.shape),)](
-        dy_descs[0],
-        w_descs[0],
-        in_boxes(inputs[0], tile),
-        in_boxes(inputs[1], tile) if len(inputs) == 2 else None,
-        operands.vectors,
-        in_boxes(dz, tile),
-        dy_descs[1],
-        w_descs[1],
-        operands.partials,
-        n,
-        co,
-        h,
-        w,
-        ci,
-        c1,
+        dy_descs[0], w_descs[0], in_boxes(inputs[0], tile),
+        in_boxes(inputs[1], tile) if len(inputs) == 2 else None, operands.vectors,
+        in_boxes(dz, tile), dy_descs[1], w_descs[1], operands.partials, n, co, h, w, ci, c1,
         *mask_arguments(operands.mask),
-        R=r,
-        S=s,
-        ACT=rounded_grad(operands.activation, dy.dtype),
-        TURNED=turned,
-        PRECISION=operands.precision,
-        ROWS=config.rows,
-        PIECE_N=piece[0],
-        PIECE_H=piece[1],
-        PIECE_W=piece[2],
-        RAGGED=is_ragged(box, h, w),
-        STRADDLING=len(inputs) == 2 and c1 % config.block_c > 0,
-        **tile_sizes(box, config),
+        R=r, S=s, ACT=rounded_grad(operands.activation, dy.dtype), TURNED=turned,
+        PRECISION=operands.precision, ROWS=config.rows, PIECE_N=piece[0], PIECE_H=piece[1],
+        PIECE_W=piece[2], RAGGED=is_ragged(box, h, w),
+        STRADDLING=len(inputs) == 2 and c1 % config.block_c > 0, **tile_sizes(box, config),
         **overlapping(dy.device),
-    )
+    )  # fmt: skip
 
 
 def columns_in_boxes(filters: Tensor, block: list[int], exact: bool) -> TensorDescriptor:

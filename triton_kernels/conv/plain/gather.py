@@ -384,32 +384,14 @@ def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> N
     _, h, w, ci = x.shape
     n, p, q, co = dy.shape
     _conv2d_wgrad_gather_kernel[(*_wgrad_blocks(co, ci, r * s, config), splits)](
-        x,
-        dy,
-        partial,
-        h,
-        w,
-        ci,
-        p,
-        q,
-        co,
-        n * p * q,
+        x, dy, partial, h, w, ci, p, q, co, n * p * q,
         triton.cdiv(triton.cdiv(n * p * q, config.block_m), splits) * config.block_m,
-        S=s,
-        TAPS=r * s,
-        STRIDE=stride,
-        PAD_H=padding[0],
-        PAD_W=padding[1],
-        FLAT=ci < 16,
-        SWAPPED=swapped,
-        PRECISION=precision,
-        SPLIT=precision == "ieee" and x.itemsize == 4 and ci < 16,
-        BLOCK_CO=config.block_co,
-        BLOCK_CI=config.block_ci,
-        BLOCK_M=config.block_m,
-        num_warps=config.num_warps,
+        S=s, TAPS=r * s, STRIDE=stride, PAD_H=padding[0], PAD_W=padding[1], FLAT=ci < 16,
+        SWAPPED=swapped, PRECISION=precision,
+        SPLIT=precision == "ieee" and x.itemsize == 4 and ci < 16, BLOCK_CO=config.block_co,
+        BLOCK_CI=config.block_ci, BLOCK_M=config.block_m, num_warps=config.num_warps,
         num_stages=config.num_stages,
-    )
+    )  # fmt: skip
 
 
 def _swapped(weight: Tensor, padding: tuple[int, int], x: Tensor, dy: Tensor) -> bool:

@@ -148,18 +148,11 @@ def launch(tile: Im2colFwd, operands: ConvOperands) -> None:
     z = _empty((columns, plane), dtype=torch.float32, device=x.device)
     filters = weight.permute(0, 2, 3, 1).view(columns, ci)
     _im2col_fwd_kernel[(triton.cdiv(pixels, block_m),)](
-        in_boxes(as_one_row(x)[0, 0], [block_m, block_k]),
-        in_boxes(filters, [block_c, block_k]),
-        in_boxes(z, [block_c, block_m]),
-        ci,
-        PRODUCTS=products,
-        BLOCK_C=block_c,
-        BLOCK_M=block_m,
-        BLOCK_K=block_k,
-        num_warps=max(num_warps, block_c // 16),
-        num_stages=num_stages,
-        **overlapping(x.device),
-    )
+        in_boxes(as_one_row(x)[0, 0], [block_m, block_k]), in_boxes(filters, [block_c, block_k]),
+        in_boxes(z, [block_c, block_m]), ci,
+        PRODUCTS=products, BLOCK_C=block_c, BLOCK_M=block_m, BLOCK_K=block_k,
+        num_warps=max(num_warps, block_c // 16), num_stages=num_stages, **overlapping(x.device),
+    )  # fmt: skip
     block = 256
     _sum_planes_kernel[(triton.cdiv(n * p * q, block),)](
         z, bias, y, h, w, p, q, n * p * q, plane, CO=co, R=r, S=s, PAD_H=padding[0],

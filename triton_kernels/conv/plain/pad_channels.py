@@ -37,13 +37,7 @@ def pad_channels(
     assert x.is_contiguous() and x.shape[-1] <= width
     out = _empty((*x.shape[:-1], width), dtype=dtype, device=x.device)
     _pad_channels_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
-        x,
-        out,
-        out.numel(),
-        x.shape[-1],
-        WIDTH=width,
-        TF32=tf32,
-        BLOCK=_BLOCK,
-        **overlapping(x.device),
-    )
+        x, out, out.numel(), x.shape[-1],
+        WIDTH=width, TF32=tf32, BLOCK=_BLOCK, **overlapping(x.device),
+    )  # fmt: skip
     return out

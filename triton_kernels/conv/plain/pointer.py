@@ -97,39 +97,14 @@ def _launch_forward(
         assert filters.shape == (c, other.shape[3]) and filters.stride(1) == 1
     unit = math.gcd(8, kx, cy, stride_w, *beside, *rows)
     conv_pointer_forward_kernel[(programs(config, box, *y.shape),)](
-        x,
-        weight,
-        y,
-        bias,
-        extra_bias,
-        emb,
-        residual,
-        *pairs,
-        partials,
-        n,
-        h,
-        w,
-        k,
-        kx // unit,
-        c,
-        cy // unit,
-        *[v // unit for v in beside],
-        *[0] * (2 - len(extra)),
-        stride_w // unit,
-        *[v // unit for v in rows],
-        *[0] * (2 - len(extra)),
-        0 if emb is None else emb.stride(0),
-        R=r,
-        S=s,
-        TRANSPOSED=transposed,
-        PADDED=(k, c) != (kx, cy),
+        x, weight, y, bias, extra_bias, emb, residual, *pairs, partials, n, h, w, k, kx // unit, c,
+        cy // unit, *[v // unit for v in beside], *[0] * (2 - len(extra)), stride_w // unit,
+        *[v // unit for v in rows], *[0] * (2 - len(extra)), 0 if emb is None else emb.stride(0),
+        R=r, S=s, TRANSPOSED=transposed, PADDED=(k, c) != (kx, cy),
         EXACT=(k, c) == (kx, cy) and divide(config, cy, kx, *beside),
-        RAGGED=stats and is_ragged(box, h, w),
-        UNIT=unit,
-        ROWS=config.rows,
-        PRECISION=precision,
+        RAGGED=stats and is_ragged(box, h, w), UNIT=unit, ROWS=config.rows, PRECISION=precision,
         **tile_sizes(box, config),
-    )
+    )  # fmt: skip
 
 
 # --- input gradient -------------------------------------------------------------------------------
@@ -144,33 +119,14 @@ def input_grad(config: PointerTile, operands: Operands) -> None:
     box = box_of(config, n, h, w, even=True)
     unit = math.gcd(8, kx, ci, c1)
     conv_pointer_input_grad_kernel[(programs(config, box, *dz.shape),)](
-        dy,
-        weight,
-        dz,
-        inputs[0],
-        inputs[1] if len(inputs) == 2 else None,
-        operands.vectors,
-        operands.partials,
-        n,
-        h,
-        w,
-        co,
-        kx // unit,
-        ci // unit,
-        c1 // unit,
+        dy, weight, dz, inputs[0], inputs[1] if len(inputs) == 2 else None, operands.vectors,
+        operands.partials, n, h, w, co, kx // unit, ci // unit, c1 // unit,
         *mask_arguments(operands.mask),
-        R=r,
-        S=s,
-        ACT=rounded_grad(operands.activation, dy.dtype),
-        PADDED=co != kx,
-        EXACT=co == kx and divide(config, ci, kx),
-        RAGGED=is_ragged(box, h, w),
-        STRADDLING=len(inputs) == 2 and c1 % config.block_c > 0,
-        UNIT=unit,
-        ROWS=config.rows,
-        PRECISION=operands.precision,
-        **tile_sizes(box, config),
-    )
+        R=r, S=s, ACT=rounded_grad(operands.activation, dy.dtype), PADDED=co != kx,
+        EXACT=co == kx and divide(config, ci, kx), RAGGED=is_ragged(box, h, w),
+        STRADDLING=len(inputs) == 2 and c1 % config.block_c > 0, UNIT=unit, ROWS=config.rows,
+        PRECISION=operands.precision, **tile_sizes(box, config),
+    )  # fmt: skip
 
 
 FORWARD, INPUT_GRAD = (

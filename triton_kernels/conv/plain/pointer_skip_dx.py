@@ -197,33 +197,11 @@ def launch(
     c, c1, cz = weight.shape[1], x1.shape[3], dz.stride(2)
     unit = math.gcd(8, co, c, c1, cz, weight.stride(0))
     _skip_dx_pointer_kernel[(programs(config, box, n, h, w, c),)](
-        dy,
-        weight,
-        dz,
-        dz2,
-        x1,
-        x2,
-        add1,
-        coeff,
-        dx1,
-        dx2,
-        rows,
-        n,
-        h,
-        w,
-        co // unit,
-        c // unit,
-        c1 // unit,
-        cz // unit,
-        coeff.stride(1),
-        weight.stride(0) // unit,
-        UPSAMPLE=upsample1,
-        EXACT=c % config.block_c == 0 and co % config.block_k == 0,
-        RAGGED=is_ragged(box, h, w),
-        UNIT=unit,
-        PRECISION=precision,
-        **tile_sizes(box, config),
-    )
+        dy, weight, dz, dz2, x1, x2, add1, coeff, dx1, dx2, rows, n, h, w, co // unit, c // unit,
+        c1 // unit, cz // unit, coeff.stride(1), weight.stride(0) // unit,
+        UPSAMPLE=upsample1, EXACT=c % config.block_c == 0 and co % config.block_k == 0,
+        RAGGED=is_ragged(box, h, w), UNIT=unit, PRECISION=precision, **tile_sizes(box, config),
+    )  # fmt: skip
 
 
 def candidates(co: int, precision: str) -> list[PointerTile]:

@@ -195,33 +195,13 @@ def launch_wgrad(config: PointerWgradTile, splits: int, operands: WgradOperands)
     box, num_tiles = _box(config, n, p, q), _steps(config, n, p, q)
     unit = math.gcd(8, kx, ky)
     _conv_pointer_wgrad_kernel[(*_blocks(co, ci, r * s, config), splits)](
-        x,
-        dy,
-        partial,
-        n,
-        h,
-        w,
-        p,
-        q,
-        ci,
-        kx // unit,
-        co,
-        ky // unit,
-        num_tiles,
+        x, dy, partial, n, h, w, p, q, ci, kx // unit, co, ky // unit, num_tiles,
         triton.cdiv(num_tiles, splits),
-        R=r,
-        S=s,
-        GROUP=config.taps,
-        ROWS=config.rows,
-        STRIDE=stride,
-        PAD_H=padding[0],
-        PAD_W=padding[1],
-        PADDED=(ci, co) != (kx, ky),
-        EXACT=kx % config.block_ci == 0 and ky % config.block_co == 0,
-        UNIT=unit,
-        PRECISION=precision,
-        **wgrad_sizes(box, config),
-    )
+        R=r, S=s, GROUP=config.taps, ROWS=config.rows, STRIDE=stride, PAD_H=padding[0],
+        PAD_W=padding[1], PADDED=(ci, co) != (kx, ky),
+        EXACT=kx % config.block_ci == 0 and ky % config.block_co == 0, UNIT=unit,
+        PRECISION=precision, **wgrad_sizes(box, config),
+    )  # fmt: skip
 
 
 def tiles(spec: ConvSpec, gpu: Device) -> list[PointerWgradTile]:

@@ -120,21 +120,12 @@ def launch_points(tile: PointwiseWgrad, splits: int, operands: WgradOperands) ->
     (a, num_a), (b, num_b) = operands
     _pointwise_wgrad_kernel[(_blocks(num_a, num_b, tile), splits)](
         TensorDescriptor(a, [m, num_a], [num_a, 1], [tile.block_m, tile.block_co]),
-        TensorDescriptor(b, [m, num_b], [num_b, 1], [tile.block_m, tile.block_ci]),
-        partial,
-        m,
-        num_a,
-        num_b,
-        *strides,
-        steps * tile.block_m,
-        PRODUCTS=3 if precision == "ieee" else 1,
-        BLOCK_A=tile.block_co,
-        BLOCK_B=tile.block_ci,
-        BLOCK_M=tile.block_m,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        TensorDescriptor(b, [m, num_b], [num_b, 1], [tile.block_m, tile.block_ci]), partial, m,
+        num_a, num_b, *strides, steps * tile.block_m,
+        PRODUCTS=3 if precision == "ieee" else 1, BLOCK_A=tile.block_co, BLOCK_B=tile.block_ci,
+        BLOCK_M=tile.block_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
         **overlapping(x.device),
-    )
+    )  # fmt: skip
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:

@@ -218,24 +218,10 @@ def conv_split(
     grid = (count_boxes(box, n, h, w) * triton.cdiv(co, config.block_c), config.parts)
     _conv_split_kernel[grid](
         in_boxes(x, [*box, config.block_k]),
-        weight_in_boxes(weight, config.block_c, config.block_k),
-        *pairs,
-        *[None] * (4 - len(pairs)),
-        parts,
-        n,
-        h,
-        w,
-        ci,
-        *channels,
-        *[0] * (2 - len(extra)),
-        co,
-        steps,
-        R=r,
-        S=s,
-        PRECISION="tf32",
-        **tile_sizes(box, config),
-        **overlapping(x.device, n * h * w),
-    )
+        weight_in_boxes(weight, config.block_c, config.block_k), *pairs, *[None] * (4 - len(pairs)),
+        parts, n, h, w, ci, *channels, *[0] * (2 - len(extra)), co, steps,
+        R=r, S=s, PRECISION="tf32", **tile_sizes(box, config), **overlapping(x.device, n * h * w),
+    )  # fmt: skip
     return parts
 
 

@@ -162,22 +162,10 @@ def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> N
     dy_tiles, box, num_tiles, constants = tile_arguments(dy, s, padding, config)
     blocks = _count_blocks(co, ci, r * s, config, config.taps)
     _conv2d_wgrad_tma_kernel[(*blocks, splits)](
-        in_boxes(x, [*box, config.block_ci]),
-        dy_tiles,
-        partial,
-        ci,
-        p,
-        q,
-        co,
-        co * r * s * ci,
-        r * s * ci if stride_co is None else stride_co,
-        num_tiles,
-        triton.cdiv(num_tiles, splits),
-        GROUP=config.taps,
-        ACCUMULATE=accumulate,
-        **constants,
-        **overlapping(x.device),
-    )
+        in_boxes(x, [*box, config.block_ci]), dy_tiles, partial, ci, p, q, co, co * r * s * ci,
+        r * s * ci if stride_co is None else stride_co, num_tiles, triton.cdiv(num_tiles, splits),
+        GROUP=config.taps, ACCUMULATE=accumulate, **constants, **overlapping(x.device),
+    )  # fmt: skip
 
 
 def tile_arguments(
