@@ -83,16 +83,7 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
 CONV_NORM_GRID_SYNC = Op(
     "conv_norm_grid_sync",
     ("h", "w", "k", "c", "dtype", "residual", "extras", "keep"),
-    (
-        Kernel(
-            "tile_mma",
-            tile_mma.TileMma,
-            _refuse,
-            _configs,
-            adds=FORWARD_TERMS,
-            alike=_model,
-        ),
-    ),
+    (Kernel("tile_mma", tile_mma.TileMma, _refuse, _configs, adds=FORWARD_TERMS, alike=_model),),
     similar=False,
     apart=_apart,
 )

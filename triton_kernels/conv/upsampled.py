@@ -136,12 +136,7 @@ def _key(spec: ConvSpec) -> dict[str, Any]:
 
 
 _GRAD = Kernel(
-    "upsampled",
-    Tile,
-    gluon_upsampled.refuse,
-    _configs,
-    work=_work,
-    fitted_by=("pixels",),
+    "upsampled", Tile, gluon_upsampled.refuse, _configs, work=_work, fitted_by=("pixels",)
 )
 _FORWARD = replace(_GRAD, work=partial(_work, forward=True))
 

@@ -168,11 +168,5 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
 
 
 WEIGHT_GRAD = split_kernel(
-    PointwiseWgrad,
-    _refuse,
-    lambda spec, gpu: TILES,
-    _splits,
-    launch_points,
-    _cost,
-    work=_work,
+    PointwiseWgrad, _refuse, lambda spec, gpu: TILES, _splits, launch_points, _cost, work=_work
 )
