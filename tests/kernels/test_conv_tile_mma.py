@@ -1,5 +1,7 @@
 """The tiles of `conv.hopper.tile_mma`: where they apply, and on a Hopper GPU their results."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -29,8 +31,9 @@ from .test_conv_hopper import gpu, repeatedly, spec_of
 TILES = list(tile_mma.TILES)
 CONFIGS = TILES
 # One program with one tile, programs with several and an odd number of them, one warpgroup with
-# nothing to do, more blocks of channels than one, tiles that are not whole images, and tiles that
-# are not whole rows.
+# nothing to do, more blocks of channels than one, tiles that are not whole images, that are not
+# whole rows, and that are a rectangle of each of several images; last blocks of 8 to 56 channels,
+# also where there is no other.
 SHAPES = {
     "a tile": Shape(1, 8, 32, 64, 64),
     "32x32": Shape(21, 32, 32, 128, 192),
@@ -50,6 +53,13 @@ SHAPES = {
     "channels that fill no block": Shape(13, 16, 16, 72, 136),
     "48x48 of 96": Shape(7, 48, 48, 96, 160),
     "8x8 of few": Shape(65, 8, 8, 16, 200),
+    "40x40": Shape(7, 40, 40, 160, 96),
+    "20x20": Shape(37, 20, 20, 128, 64),
+    "20x20 of 88": Shape(13, 20, 20, 88, 40),
+    "12x28": Shape(21, 12, 28, 120, 224),
+    "10x32": Shape(11, 10, 32, 64, 64),
+    "30x48": Shape(9, 30, 48, 32, 80),
+    "4x128": Shape(5, 4, 128, 64, 64),
 }
 
 
@@ -58,7 +68,7 @@ CASES += [(name, torch.float16) for name in ("32x32", "8x8")]
 
 
 def skip_uncut(name: str, config: tile_mma.TileMma) -> None:
-    """Rows are fetched in pairs, and tiles divide images."""
+    """Rows are fetched in pairs, and 16 pixels of an image are the fewest of a tile."""
     if tile_mma.box_of(config, SHAPES[name].h, SHAPES[name].w) is None:
         pytest.skip("images are not cut into such tiles")
 
@@ -92,6 +102,8 @@ class TestGpu:
             ("8x8", 2),
             ("4x4", 2),
             ("48x48", 2),
+            ("24x40", 2),
+            ("20x20", 1),
         ],
     )
     def test_extra_pointwise_convolutions(self, name, count, config, device):
@@ -117,13 +129,20 @@ class TestGpu:
         repeatedly(lambda: check_grad(SHAPES[name], None, dtype, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "16x16", "8x8", "4x4", "48x48"])
+    @pytest.mark.parametrize(
+        "name", ["32x32", "a few of 16x16", "16x16", "8x8", "4x4", "48x48", "24x40"]
+    )
     def test_input_grad_of_two_inputs(self, name, config, device):
         shape = SHAPES[name]._replace(ci=320)
         repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    @pytest.mark.parametrize("name", ["32x32", "3 of 8x16", "8x8", "3 of 4x4", "64x64", "48x48"])
+    @pytest.mark.parametrize(
+        "name",
+        [
+            *("32x32", "3 of 8x16", "8x8", "3 of 4x4", "64x64", "48x48", "24x40", "20x20", "10x32"),
+        ],
+    )
     def test_input_grad_behind_dropout(self, name, config, device):
         skip_uncut(name, config)
         mask = dropped(device)
@@ -137,19 +156,16 @@ class TestGpu:
         check_grad(SHAPES["32x32"], None, torch.bfloat16, device, activation, config)
 
     def test_what_applies(self, device):
-        assert applying(SHAPES["16x16"], torch.bfloat16, device) == TILES
-        assert applying(SHAPES["a tile"], torch.bfloat16, device) == TILES
-        assert applying(Shape(1, 12, 32, 64, 64), torch.bfloat16, device) == TILES[1:]
-        assert applying(SHAPES["an image of 8x8"], torch.bfloat16, device) == TILES
-        assert applying(SHAPES["3 of 4x4"], torch.bfloat16, device) == TILES
+        for name in ("16x16", "a tile", "an image of 8x8", "3 of 4x4", "48x48", "48x48 of 96"):
+            assert applying(SHAPES[name], torch.bfloat16, device) == TILES
+        for h, w in ((12, 32), (4, 128), (24, 24), (6, 16), (16, 20), (40, 40), (20, 20), (2, 4)):
+            assert applying(Shape(1, h, w, 64, 64), torch.bfloat16, device) == TILES
         assert applying(SHAPES["64x64"], torch.bfloat16, device) == TILES[:3]
-        assert applying(SHAPES["48x48"], torch.bfloat16, device) == TILES
-        assert applying(Shape(1, 4, 128, 64, 64), torch.bfloat16, device) == TILES[1:]
-        assert applying(Shape(1, 24, 24, 64, 64), torch.bfloat16, device) == TILES[3:]
-        assert applying(SHAPES["48x48 of 96"], torch.bfloat16, device) == TILES
         for shape in (
-            Shape(1, 6, 16, 64, 64),
-            Shape(1, 16, 20, 64, 64),
+            Shape(1, 10, 10, 64, 64),
+            Shape(1, 9, 13, 64, 64),
+            Shape(1, 30, 50, 64, 64),
+            Shape(1, 15, 16, 64, 64),
             Shape(1, 32, 32, 100, 64),
             Shape(1, 32, 32, 64, 64, 1),
         ):
@@ -163,24 +179,26 @@ def applying(shape: Shape, dtype, device) -> list[tuple]:
     return [c for _, c in listed(FORWARD, spec, HOPPER) if isinstance(c, tile_mma.TileMma)]
 
 
-@pytest.mark.parametrize("width", [16, 32, 64])
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_rings_fit(tile, width):
-    """A block is read while another is written, and so is a filter."""
-    blocks, steps = tile_mma.rings(tile, width, SHARED_LIMIT[90])
-    pixels = blocks * (tile.block_m + 2 * width) + (steps or 3 * blocks) * 64 + 2 * tile.block_m
-    assert blocks >= 2 and steps != 1 and pixels * 128 + 1024 <= SHARED_LIMIT[90]
+_SIDES = (2, 4, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64, 84, 96, 120, 128, 192)
 
 
-@pytest.mark.parametrize(
-    "size", [(48, 48), (16, 128), (96, 96), (24, 40), (8, 8), (32, 32), (8, 16)]
-)
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_as_many_tiles_as_partials(tile, size):
-    """What allocates the sums of tiles counts them as the kernel does."""
-    n, (h, w) = 64, size
-    if box := tile_mma.box_of(tile, h, w):
+def test_as_many_tiles_as_partials(tile):
+    """What allocates the sums of tiles counts them as the kernel does; tiles divide images, and
+    shared memory has room for what is read while as much is written."""
+    found = 0
+    for h, w in product(_SIDES, _SIDES):
+        if (box := tile_mma.box_of(tile, h, w)) is None:
+            continue
+        found += 1
         images, rows, columns = box
-        counted = boxes_of_image(box_of(tile, n, h, w, even=True), h, w)
         assert images * rows * columns == tile.block_m
-        assert counted == (h // rows) * (w // columns)
+        assert h % rows == w % columns == rows % 2 == 0
+        for n in (1, 3, 64):
+            counted = boxes_of_image(box_of(tile, n, h, w, even=True), h, w)
+            assert counted == (h // rows) * (w // columns)
+        blocks, steps = tile_mma.rings(tile, images * columns, SHARED_LIMIT[90])
+        pixels = blocks * (tile.block_m + 2 * images * columns) + (steps or 3 * blocks) * 64
+        assert blocks >= 2 and steps != 1
+        assert (pixels + 2 * tile.block_m) * 128 + 1024 <= SHARED_LIMIT[90]
+    assert found > 200

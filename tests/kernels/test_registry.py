@@ -421,12 +421,12 @@ class TestSelect:
 
     def test_every_kernel_has_a_reason(self):
         """Of what is refused the value that is wrong is named, and what would be right."""
-        spec = self.spec(h=20, w=20, k=96, c=96)
+        spec = self.spec(h=18, w=18, k=96, c=96)
         considered = {c.kernel: c for c in registry.explain(FORWARD, spec, HOPPER)}
         assert set(considered) == {kernel.name for kernel in FORWARD.kernels}
         taken = [c for c in considered.values() if c.chosen]
         assert [c.kernel for c in taken] == ["tma"] and taken[0].predicted > 0
-        assert "images of 20x20" in considered["tile_mma"].refused
+        assert "images of 18x18" in considered["tile_mma"].refused
         assert "does not add stats" in considered["narrow_output"].refused
 
     def test_no_wgmma_no_hopper_kernel(self):

@@ -2,10 +2,11 @@
 products are of 64 channels with a whole tile of pixels, both from shared memory.
 
 A tile is 256 pixels (or 128, or 64): whole rows of an image, or a rectangle of one whose rows are
-not 4, 8, 16, 32 or 64 pixels. Its box has a row more above and below, and it is fetched three
-times, moved by a column each time: outside the image TMA writes zeros, which are the padding. The
-three taps of a column of the filter are that box from another row on. So pixels are fetched 3.75
-times where a box a tap fetches them 9 times (rows of 32, 256 pixels).
+not 4, 8, 16, 32 or 64 pixels. Its sides are powers of two that divide those of the image. Its box
+has a row more above and below, and it is fetched three times, moved by a column each time: outside
+the image TMA writes zeros, which are the padding. The three taps of a column of the filter are that
+box from another row on. So pixels are fetched 3.75 times where a box a tap fetches them 9 times
+(rows of 32, 256 pixels).
 
 Where tiles are small, to wait for each of the filters is what takes the time: there three of them
 lie with the block that they are for, under one barrier.
@@ -13,8 +14,9 @@ lie with the block that they are for, under one barrier.
 Channels are cut into blocks of 64. Where the last block has fewer, TMA reads zeros for the others,
 and does not write them.
 
-Of images smaller than that a tile takes several, side by side: to TMA the rows are the outermost
-dimension, so that row 0 of all of them comes before row 1, and a tap is still one address.
+Where an image, or the largest such rectangle, has fewer pixels than that, a tile takes the same of
+several images, side by side: to TMA the rows are the outermost dimension, so that row 0 of all of
+them comes before row 1, and a tap is still one address.
 
 Programs stay on their multiprocessor; one warp loads, and two warpgroups multiply, a tile each, so
 that the epilogue of one is beside the products of the other. `row_mma` does the same with pixels
@@ -62,7 +64,8 @@ TILES = (
 CHANNELS = 64  # of a tile
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _WHOLE = (4, *WIDTHS)  # of those that are whole, with an epilogue
-_COLUMNS = (32, 16, 8)  # of a tile in other images: the longest that divides their rows
+_COLUMNS = (32, 16, 8, 4, 64)  # of a tile in other images: the first that divides them
+_LEAST_PIXELS = 16  # of an image, in a tile: each has sums of its own
 # Of a thread that multiplies, by the pixels of a tile: multiples of 24. The warps of three
 # warpgroups count, and with 240 they have all registers of a multiprocessor, so that no other
 # kernel has a program beside this one's.
@@ -75,7 +78,7 @@ def refuse(spec: ConvSpec, gpu: Device, ragged: bool = True) -> str | None:
         return reason
     if any(box_of(tile, spec.h, spec.w) for tile in TILES):
         return None
-    return f"images of {spec.h}x{spec.w} are not cut into tiles of 64, 128 or 256 pixels"
+    return f"images of {spec.h}x{spec.w} are not cut into rectangles of {_LEAST_PIXELS} pixels"
 
 
 def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:
@@ -182,13 +185,15 @@ def cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
 
 
 def box_of(config: TileMma, h: int, w: int) -> tuple[int, int, int] | None:
-    """Images, rows and columns of a tile, or None."""
-    if w in _WHOLE:
-        whole = cut(config.block_m, h, w)
-        return whole and (whole[1], whole[0], w)
-    width = next((c for c in _COLUMNS if w % c == 0), None)
-    rows = width and config.block_m // width
-    return (1, rows, width) if rows and h % rows == 0 else None
+    """Images, rows and columns of a tile, or None. It is as much of an image as divides it."""
+    pixels = min(config.block_m, (h & -h) * (w & -w))
+    if pixels < min(_LEAST_PIXELS, h * w):
+        return None
+    for width in (w,) if w in _WHOLE else _COLUMNS:
+        rows = pixels // width
+        if rows and w % width == h % rows == rows % 2 == 0:  # rows are fetched in pairs
+            return config.block_m // pixels, rows, width
+    return None
 
 
 def in_rows(

@@ -69,7 +69,7 @@ class Tiles:
             return tile // self.tiles_h * self.IMAGES, h * self.ROWS, 0, h, 0
         else:
             of_image = tile % (self.tiles_h * self.COLUMNS)
-            n0 = tile // (self.tiles_h * self.COLUMNS)
+            n0 = tile // (self.tiles_h * self.COLUMNS) * self.IMAGES
             h0 = of_image // self.COLUMNS * self.ROWS
             return n0, h0, of_image % self.COLUMNS * self.W, of_image, 0
 
