@@ -137,10 +137,19 @@ class TestGpu:
         repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("first", [8, 72, 160])
+    @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "8x8", "40x40", "20x20 of 88"])
+    def test_input_grad_of_two_inputs_in_one_block(self, name, first, config, device):
+        """Some channels of a tile are of the first one, some of the second."""
+        shape = SHAPES[name]._replace(ci=232)
+        repeatedly(lambda: check_grad(shape, first, torch.bfloat16, device, config=config))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize(
         "name",
         [
             *("32x32", "3 of 8x16", "8x8", "3 of 4x4", "64x64", "48x48", "24x40", "20x20", "10x32"),
+            *("channels that fill no block", "40x40", "20x20 of 88", "12x28"),
         ],
     )
     def test_input_grad_behind_dropout(self, name, config, device):

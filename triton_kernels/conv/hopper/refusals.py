@@ -24,8 +24,8 @@ def refuse_3x3(
     least = 8 if ragged else 64  # rows of what TMA fetches are multiples of 16 bytes
     if odd := [c for c in _channels(spec, narrow) if c % least]:
         return f"{odd[0]} channels are no multiple of {least}"
-    if ragged and (reason := _refuse_ragged(spec)):
-        return reason
+    if ragged and sorted(spec.of_filters) != sorted((spec.k, spec.c)):
+        return f"tensors of {spec.k} and {spec.c} channels, filters of {spec.of_filters}"
     if widths and spec.w not in widths:
         return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
     return None
@@ -44,17 +44,6 @@ def _channels(spec: ConvSpec, narrow: bool) -> list[int]:
         channels += [spec.first, spec.c - spec.first]
     filters = spec.filters or (spec.k, spec.c)
     return [*channels, *([max(filters)] if narrow else [spec.k, *filters])]
-
-
-def _refuse_ragged(spec: ConvSpec) -> str | None:
-    """A block is of one of two tensors, and of whole words of a mask."""
-    if spec.first is not None and spec.first < spec.c and spec.first % 64:
-        return f"{spec.first} channels of the first of two tensors are no multiple of 64"
-    if spec.mask and spec.c % 64:
-        return f"dropout masks of {spec.c} channels, no multiple of 64, are no whole words"
-    if sorted(spec.of_filters) != sorted((spec.k, spec.c)):
-        return f"tensors of {spec.k} and {spec.c} channels, filters of {spec.of_filters}"
-    return None
 
 
 def refuse_rows(spec: ConvSpec, pixels: int) -> str | None:

@@ -125,19 +125,23 @@ class Terms:
 
 @aggregate
 class Beside:
-    """What an epilogue reads beside each tile: a tensor, or two that are concatenated."""
+    """What an epilogue reads beside each tile: a tensor, or two that are concatenated.
+
+    Where a tile may have channels of both (STRADDLING), each of the two is zero where the other is
+    not: the first comes as always, the second as one more block of the ring."""
 
     desc1: gl.tensor  # [H, N, W, C] in boxes of a tile, or None
     desc2: gl.tensor  # or None
     full: gl.shared_memory_descriptor  # a barrier for either warpgroup, or None
     border: gl.tensor  # channels of the first of two
+    STRADDLING: gl.constexpr
 
     @gluon.jit
     def load(self, buf, GROUP: gl.constexpr, n0, h0, w0, c0, PIXELS: gl.constexpr):
         """To where the epilogue will write."""
         bar = self.full.index(GROUP)
         mbarrier.expect(bar, PIXELS * 128)
-        if self.desc2 is None:
+        if self.desc2 is None or self.STRADDLING:
             tma_load(self.desc1, [h0, n0, w0, c0], bar, buf)
         else:
             left = c0 < self.border

@@ -141,6 +141,7 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         STEPS=steps,
         **registers(config.block_m, images),
         RAGGED=ragged,
+        STRADDLING=len(operands.beside) == 2 and operands.beside[0].shape[3] % 64 > 0,
         OVERLAP=bool(overlap),
         CG=group,
         KEEP=keep,
@@ -210,13 +211,14 @@ def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
     images, rows, width = box_of(c, spec.h, spec.w)
     blocks = -(-spec.k // 64)
     extra = sum(-(-k // 64) for k in spec.extra)
+    straddling = spec.first is not None and spec.first < spec.c and spec.first % 64 > 0
     return Work(
         tiles=-(-spec.n // images) * (spec.h // rows) * (spec.w // width) * -(-spec.c // 64),
         resident=2,
         products=64 * c.block_m * 64 * (9 * blocks + extra),
         fetched=3 * blocks * ((c.block_m + 2 * images * width) * 128 + 3 * 64 * 128)
-        + extra * (c.block_m + 64) * 128,
-        steps=3 * blocks + extra,
+        + (extra * (c.block_m + 64) + straddling * c.block_m) * 128,
+        steps=3 * blocks + extra + straddling,
         written=64 * c.block_m,
         memory=spec.bytes,
         grad=spec.activation is not None,

@@ -41,11 +41,13 @@ class _Products:
     extra: _Pointwise
     K: gl.tensor
     RAGGED: gl.constexpr
+    STRADDLING: gl.constexpr
 
     @gluon.jit
     def count(self):
         main_blocks = blocks_of(self.K, self.RAGGED) * 3
-        return main_blocks + self.extra.blocks, 0, main_blocks * 3 + self.extra.blocks
+        more: gl.constexpr = 1 if self.STRADDLING else 0
+        return main_blocks + self.extra.blocks, more, main_blocks * 3 + self.extra.blocks
 
     @gluon.jit
     def multiply(self, blocks, acc, block, step):
@@ -115,7 +117,17 @@ def _load_pointwise(x_desc, w_desc, blocks, tiles, block, step, n0, h0, w0, c0, 
 
 
 @gluon.jit
-def _load(x_desc, w_desc, blocks, tiles, extra, K, OVERLAP: gl.constexpr):
+def _load_beside(beside, blocks, tiles, block, n0, h0, w0, c0):
+    """The second of two tensors beside a tile, to the next slot."""
+    stage, bar = blocks.x.acquire(block, blocks.PIXELS * 128)
+    BOX: gl.constexpr = [tiles.ROWS, tiles.IMAGES, tiles.W, 64]
+    to = pixels_from(blocks.x.bufs, stage * blocks.CHUNKS, BOX)
+    tma_load(beside.desc2, [h0, n0, w0, c0 - beside.border], bar, to)
+    return block + 1
+
+
+@gluon.jit
+def _load(x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP: gl.constexpr):
     # filters are there before the launch in front
     EARLY: gl.constexpr = OVERLAP and blocks.w is None
     if OVERLAP and not EARLY:
@@ -149,6 +161,8 @@ def _load(x_desc, w_desc, blocks, tiles, extra, K, OVERLAP: gl.constexpr):
             block, step = _load_pointwise(
                 extra.x2_desc, extra.w2_desc, blocks, tiles, block, step, n0, h0, w0, c0, extra.C2
             )
+        if beside.STRADDLING:
+            block = _load_beside(beside, blocks, tiles, block, n0, h0, w0, c0)
 
 
 # --- the whole ------------------------------------------------------------------------------------
@@ -177,7 +191,7 @@ def conv_tile_mma_kernel(
     norm_bias_ptr,
     slots_ptr,  # zeros, int64 [N, C, TILES], or None: tiles are whole images and groups
     eps,
-    kept_ptr,  # int64 [N, H, W, C / 64]: which elements of dz dropout has kept; or None
+    kept_ptr,  # int64 [N, H, W, words]: which channels of dz dropout has kept; or None
     factor,  # of what is kept
     C1,
     C2,
@@ -198,6 +212,7 @@ def conv_tile_mma_kernel(
     STEPS: gl.constexpr,  # of filters there; 0: three come with each block of pixels
     REGISTERS: gl.constexpr,  # of a thread that multiplies
     RAGGED: gl.constexpr,  # the last block of channels may have fewer than 64
+    STRADDLING: gl.constexpr,  # some channels of a tile may be of the first of two, some not
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
     CG: gl.constexpr,  # channels of a group of the norm
     KEEP: gl.constexpr,  # whether y is to be written
@@ -234,9 +249,9 @@ def conv_tile_mma_kernel(
     extra = _Pointwise(
         extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc, C1, C2, extra_blocks
     )  # fmt: skip
-    products = _Products(extra, K, RAGGED)
+    products = _Products(extra, K, RAGGED, STRADDLING)
     terms = Terms(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C, DGRAD, ACT, RAGGED)
-    beside = Beside(beside1_desc, beside2_desc, beside_full, border)
+    beside = Beside(beside1_desc, beside2_desc, beside_full, border, STRADDLING)
     dropout = Dropout(kept_ptr, factor)
     results = Results(y_desc, partial_ptr, KEEP)
     norm = ThenNorm(
@@ -246,6 +261,6 @@ def conv_tile_mma_kernel(
         multiply_tiles, (
             blocks, tiles, turns, stages, terms, beside, dropout, results, norm, products, OVERLAP,
         ),
-        _load, (x_desc, w_desc, blocks, tiles, extra, K, OVERLAP),
+        _load, (x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP),
         2, (REGISTERS, 24),
     )  # fmt: skip

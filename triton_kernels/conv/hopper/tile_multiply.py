@@ -3,8 +3,8 @@ and its epilogue while the other one multiplies.
 
 A kernel says what is multiplied, by an aggregate `products`:
 
-    count()                               of a tile: blocks of pixels, of either of two kinds, and
-                                          filters that come alone
+    count()                               of a tile: blocks of pixels, of either of two kinds (one
+                                          more if `Beside` has one), and filters that come alone
     multiply(blocks, acc, block, step)    their products, begun (`tile_mma_loop.Blocks`)
 """
 
@@ -24,6 +24,7 @@ from .epilogue_grid_sync import leave_sums, norm_of_image
 from .epilogue_norm import norm_of_tile
 from .tile_epilogue import (
     Beside,
+    blocks_of,
     by_image,
     in_pieces,
     places_of,
@@ -31,6 +32,7 @@ from .tile_epilogue import (
     store_piece,
     store_sums,
 )
+from .tile_mma_loop import pixels_from
 
 
 @aggregate
@@ -106,6 +108,7 @@ def multiply_tiles(
     # Before the products, where nothing waits for them, if there are registers to keep them in.
     EARLY: gl.constexpr = PIXELS * IMAGES <= 256 or not DGRAD
     HAS_BESIDE: gl.constexpr = beside.desc1 is not None
+    BOTH: gl.constexpr = beside.STRADDLING
     N, C = terms.N, terms.C
     tiles_h = tiles.tiles_h
     tile_blocks, more_blocks, tile_steps = products.count()
@@ -136,6 +139,9 @@ def multiply_tiles(
         turns.wait(GROUP, phase)
         acc, block, step = products.multiply(blocks, acc, block, step)
         acc = blocks.finish(acc, block, step, turns, GROUP)
+        last = block
+        if BOTH:
+            block += 1
         block += tile_blocks + more_blocks  # those of the other warpgroup
         step += tile_steps
 
@@ -149,19 +155,25 @@ def multiply_tiles(
         vectors = terms.over_pixels(loaded)
         if HAS_BESIDE:
             beside.wait(GROUP, phase)
+        if BOTH:
+            slot = blocks.x.wait(last)
         for j in gl.static_range(PIECES):
             y = by_image(accs[j], IMAGES, W)
             buf = pieces.index(j).permute((1, 0))
             read = None
             if HAS_BESIDE:
                 read = by_image(widen_pairs(buf.load(PART)), IMAGES, W)
+            if BOTH:
+                chunk = slot * blocks.CHUNKS + j * (PIECE // 8)
+                other = pixels_from(blocks.x.bufs, chunk, [PIECE, 64]).permute((1, 0))
+                read += by_image(widen_pairs(other.load(PART)), IMAGES, W)
             if dropout.kept_ptr is not None:
                 pixel = _pixels_of_piece(
                     j * PIECE, n0, h0, w0, tiles_h * ROWS, PART, PIECE, IMAGES, W, tiles.COLUMNS
                 )
-                keep = _kept(
-                    dropout.kept_ptr, pixel, N * tiles_h * ROWS * W * tiles.COLUMNS, c0, C, PART
-                )
+                pixels = N * tiles_h * ROWS * W * tiles.COLUMNS
+                words = blocks_of(C, terms.RAGGED)
+                keep = _kept(dropout.kept_ptr, pixel, pixels, c0, words, PART)
                 y *= by_image(gl.where(keep, dropout.factor, 0.0), IMAGES, W)
             y, total, second = terms.apply(y, read, vectors, total, second)
             y = round_pairs(y, results.y_desc.dtype)
@@ -170,6 +182,9 @@ def multiply_tiles(
                 rounded = rounded + (y,)
             if results.KEEP:
                 store_piece(buf, y, PART, W)
+        if BOTH:
+            sync_threads()
+            blocks.x.release(last)
         if norm.slots_ptr is not None:
             second = squares_about_mean(rounded, total, second, PIECES)
             leave_sums(norm.slots_ptr, n0, of_image, offs, C, total, second, norm.TILES)
@@ -226,9 +241,10 @@ def _pixels_of_piece(
 
 
 @gluon.jit
-def _kept(kept_ptr, pixel, pixels, c0, C, PART: gl.constexpr):
-    """Which of 64 channels of these pixels dropout has kept: bool [64, pixels]."""
-    to = kept_ptr + pixel.to(gl.int64) * (C // 64) + c0 // 64
+def _kept(kept_ptr, pixel, pixels, c0, words, PART: gl.constexpr):
+    """Which of 64 channels of these pixels, of so many words each, dropout has kept: bool
+    [64, pixels]."""
+    to = kept_ptr + pixel.to(gl.int64) * words + c0 // 64
     words = gl.load(to, mask=pixel < pixels, other=0)
     channel = gl.arange(0, 64, layout=gl.SliceLayout(1, PART)).to(gl.int64)
     return ((words[None, :] >> channel[:, None]) & 1) != 0
@@ -244,7 +260,8 @@ def _normalize_second(
     IMAGES: gl.constexpr = tiles.IMAGES
     W: gl.constexpr = tiles.W
     tma.store_wait(0)  # of the last tile, from where this writes to
-    Beside(norm.x2_desc, None, bars, None).load(stage_buf, GROUP, n0, 0, 0, c0, ROWS * IMAGES * W)
+    second = Beside(norm.x2_desc, None, bars, None, False)
+    second.load(stage_buf, GROUP, n0, 0, 0, c0, ROWS * IMAGES * W)
     channels = C + places_of(n0, c0, N, norm.CX2, IMAGES, SUMS)[0]
     norm_weight = gl.load(norm.weight_ptr + channels)
     norm_bias = gl.load(norm.bias_ptr + channels)

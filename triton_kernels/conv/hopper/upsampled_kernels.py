@@ -222,7 +222,7 @@ def conv_parity_kernel(
     )
     CV = stride_table if DGRAD else C  # channels that the vectors have
     terms = Terms(vectors_ptr, None, emb_ptr, stride_emb, N, C, CV, DGRAD, ACT, False)
-    beside = Beside(beside_desc, None, beside_full, None)
+    beside = Beside(beside_desc, None, beside_full, None, False)
     results = Results(y_desc, partial_ptr, True)
     products = _Products(K1, K2, x_desc is not None, DGRAD)
     no_norm = ThenNorm(None, None, None, None, None, None, None, 1, 1, None)
