@@ -8,8 +8,7 @@
                      GPU has them in the paper's training, or as it has room for
     evaluate=1,16,64 images of an evaluation; train: none
     what=train,evaluate
-    precision=bf16   of a training step: bf16, tf32 or fp32, one a model or one for all; evaluations
-                     are in bf16
+    precision=bf16   bf16, tf32 or fp32, one a model or one for all
     minutes=10       after which what has not begun to be timed is left out
     processes=12     that compile our kernels
     out=             a folder for the CSV; default benchmarks/results
@@ -132,7 +131,11 @@ def choose_cases(settings: dict) -> list[Case]:
         for model, batch, precision in zip(models, *each, strict=True):
             found.append(Case("train", model, batch or _BATCHES.get(model, 32), precision))
     if "evaluate" in settings["what"]:
-        found += [Case("evaluate", m, n) for n in settings["evaluate"] for m in models]
+        found += [
+            Case("evaluate", model, batch, precision)
+            for batch in settings["evaluate"]
+            for model, precision in zip(models, each[1], strict=True)
+        ]
     for case in found:
         meta_model(case.model, images_of(case.model).size)  # one that is unknown ends here
         if case.batch < 1:
@@ -315,7 +318,7 @@ def _check(case: Case, device: torch.device) -> None:
         errors = check_ours(case.model, case.precision, device, batch=_CHECKED)
         print("{}: gradient off by {:.1e}, reference {:.1e}".format(case, *errors), flush=True)
     else:
-        check_network(case.model, device, batch=_CHECKED)
+        check_network(case.model, case.precision, device, batch=_CHECKED)
 
 
 def in_turns(runs: dict[str, Callable[[int], object]]) -> Iterator[dict[str, Timing]]:

@@ -4,7 +4,8 @@
 
     batch=1,16,64        images of an evaluation
     model=unet64         configs/model
-    providers=...        any of triton-bf16, eager-bf16 and compile-bf16 (the PyTorch baseline)
+    providers=...        any of triton-bf16, eager-bf16 and compile-bf16 (the PyTorch baseline); or
+                         the same in tf32 or fp32
     chains=ddim50,ddpm1000   samplers with their numbers of steps; empty: none
     images=16            of a chain
     pipelines=...        what runs the chains: triton-bf16, diffusers-fp16, diffusers-compile-fp16,
@@ -40,7 +41,11 @@ from diffusion.plan.inference import sampling_network
 from diffusion.process.schedule import NoiseSchedule
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
-PROVIDERS = ("triton-bf16", "eager-bf16", "compile-bf16")
+PROVIDERS = tuple(
+    f"{kind}-{precision}"
+    for precision in ("bf16", "tf32", "fp32")
+    for kind in (OURS, "eager", "compile")
+)
 PIPELINES = (
     "triton-bf16",
     "diffusers-fp16",
@@ -52,7 +57,7 @@ SAMPLERS = ("ddim", "ddpm")
 DEFAULTS = {
     "batch": (1, 16, 64),
     "model": "unet64",
-    "providers": PROVIDERS,
+    "providers": PROVIDERS[:3],
     "chains": ("ddim50", "ddpm1000"),
     "images": 16,
     "pipelines": PIPELINES,
@@ -139,7 +144,7 @@ def run_task(
     """Time it, or only run it once, for the caches of the compilers."""
     torch._dynamo.reset()
     harness.release_memory()
-    harness.set_precision("bf16")
+    harness.set_precision("bf16" if task.chain else task.provider.partition("-")[2])
     if task.chain is None:
         evaluate = evaluation(task.provider, model, task.images, device)
         with torch.no_grad(), dependent_launches(task.images * images_of(model).size ** 2):
@@ -181,19 +186,24 @@ def evaluation(
     provider: str, model: str, batch: int, device: torch.device, size: int | None = None
 ) -> Callable[[], Tensor]:
     """A forward pass. WrongResult: ours is further from the float32 baseline than twice the
-    reference ops in bf16."""
+    reference ops in its precision."""
+    precision = provider.partition("-")[2]
     x = _noise(images_of(model, size), batch, device, 0)
     labels = random_labels(settings_of(model)["num_classes"], batch, device)
     if provider.startswith(OURS):
-        check_network(model, device, size)
-        network = sampling_network(our_model(model, "bf16", device, size).eval())
+        check_network(model, precision, device, size)
+        network = sampling_network(our_model(model, precision, device, size).eval())
         row = torch.zeros(1, dtype=torch.int64, device=device)
         tables = network.tabulate(torch.tensor([500], device=device), labels, batch)
         return lambda: network.at_row(x, row, tables)
-    network = low_baseline(model, device, size)
+    low = precision == "bf16"
+    network = (
+        low_baseline(model, device, size) if low else baseline_model(model, device, size).eval()
+    )
+    harness.set_precision(precision)
     if provider.startswith("compile"):
         network = torch.compile(network, dynamic=False)
-    image = x.bfloat16().permute(0, 3, 1, 2)  # channels_last
+    image = (x.bfloat16() if low else x).permute(0, 3, 1, 2)  # channels_last
     t = torch.full((batch,), 500, device=device)
     return lambda: network(image, t, labels)
 
@@ -232,20 +242,20 @@ def evaluation_step(
 @cache
 @torch.no_grad()
 def check_network(
-    model: str, device: torch.device, size: int | None = None, batch: int = 4
+    model: str, precision: str, device: torch.device, size: int | None = None, batch: int = 4
 ) -> None:
     """Raise WrongResult unless our plan is at most twice as far from the float32 baseline as the
-    reference ops in bf16. A network that has passed is not asked again."""
+    reference ops in this precision. A network that has passed is not asked again."""
     x = _noise(images_of(model, size), batch, device, 1)
     t = torch.arange(batch, device=device) * (_TIMESTEPS // batch)
     labels = random_labels(settings_of(model)["num_classes"], batch, device)
     harness.set_precision("fp32")
     nchw = baseline_model(model, device, size).eval()(x.permute(0, 3, 1, 2), t, labels)
     exact = nchw.permute(0, 2, 3, 1)
-    harness.set_precision("bf16")
-    low = our_model(model, "bf16", device, size, "torch").eval()
-    low = low.forward_nhwc(x.bfloat16(), t, labels)
-    got = sampling_network(our_model(model, "bf16", device, size).eval())(x, t, labels)
+    harness.set_precision(precision)
+    reference = our_model(model, precision, device, size, "torch").eval()
+    low = reference.forward_nhwc(x.to(reference.backend.dtype), t, labels)
+    got = sampling_network(our_model(model, precision, device, size).eval())(x, t, labels)
     harness.check([got], [exact], harness.budgets([low], [exact]))
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import triton_kernels
-from triton_kernels import fused_ops, reference
+from triton_kernels import fused_ops
 from triton_kernels.registry.chips import Chip, chip
 
 from ..errors import ConfigError, check_writable, writing
@@ -40,7 +40,7 @@ from .graph import PlanError
 from .inference import sampling_plan
 from .inference1d import real_time_plan
 from .printed import Page, draw, page, table
-from .step.network import TrainingUNet
+from .step.network import TrainingUNet, step_kernels
 from .step.printed import step_page
 
 _MODELS = CONFIGS / "model"
@@ -84,8 +84,6 @@ def settings(arguments: list[str]) -> dict[str, str]:
     for name in ("batch", "size", "channels"):
         if given[name] and not (given[name].isdecimal() and int(given[name]) > 0):
             raise ConfigError(f"{name}={given[name]} is no whole number of at least 1")
-    if given["precision"] == "tf32" and given["mode"] != "train":
-        raise ConfigError("precision=tf32 is of mode=train; samplers have a plan in bf16")
     if given["context"] and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", given["context"]):
         raise ConfigError(f"context={given['context']}; expected TOKENSxNUMBERS, such as 77x768")
     return given
@@ -121,11 +119,9 @@ def example(
     chosen = preset("model", model, **changed)
     dtype, cpu = PRECISIONS[precision], torch.device("cpu")
     backend = Backend("triton", triton_kernels, dtype, allow_tf32=precision != "fp32")
-    if not trains:
-        backend = Backend("torch", reference, dtype)
     t = torch.zeros(batch, dtype=torch.int64)
-    if context and (chosen["name"] in POLICY_MODELS or (precision == "fp32" and not trains)):
-        raise ConfigError(f"context={context} is for images; samplers have a plan of it in bf16")
+    if context and chosen["name"] in POLICY_MODELS:
+        raise ConfigError(f"context={context} is for images, and {model} is of policies")
     if chosen["name"] in POLICY_MODELS:
         action = int(channels or 2)
         network = build_policy_model(chosen, backend, action, _CONDITION, cpu)
@@ -160,13 +156,14 @@ def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip
     if isinstance(network, UNet1d) and not trains:
         n, length, _ = args[0].shape
         return real_time_plan(network, n, length, fused_ops, gpu.gpu).plan
-    if trains or not isinstance(network, UNet) or network.backend.dtype == torch.float32:
+    kernels = step_kernels(network.backend)
+    if trains or not isinstance(network, UNet) or kernels is None:
         return plan(network, args, kwargs, trains=trains)
     n, c, h, w = args[0].shape
     device = args[0].device
     shape, context = torch.Size((n, h, w, c)), parts_of(args[2] if len(args) > 2 else None).context
     tokens = 0 if context is None else context.shape[1]
-    return sampling_plan(network, shape, device, fused_ops, gpu.gpu, tokens).plan
+    return sampling_plan(network, shape, device, kernels, gpu.gpu, tokens).plan
 
 
 def main(arguments: list[str]) -> None:

@@ -7,12 +7,11 @@ a context. Values that depend only on parameters are computed once.
 
 import logging
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
-from triton_kernels import fused_ops as fused
 from triton_kernels.runtime.device import Device, describe
 
 from ..models.blocks import CrossAttentionBlock
@@ -37,7 +36,7 @@ from .graph import Graph, Value
 from .join.rules import join
 from .norms import split_norms
 from .schedule import last_readers, schedule
-from .step.network import DTYPES, TrainingUNet
+from .step.network import TrainingUNet, step_kernels
 from .trace import trace
 
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
@@ -49,19 +48,16 @@ _empty = torch.empty  # tests put a function here that returns other numbers
 def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
     """What a sampler should ask in the place of `model.forward_nhwc`: the plan if there is one for
     this model, backend and GPU, else that; the log says why not. The plan has a copy of the
-    parameters in 16 bits: it does not follow what happens to them afterwards."""
-    backend = model.backend
-    if backend.name != "triton":
-        return model.forward_nhwc
-    if backend.dtype not in DTYPES:
-        log.info("the network runs layer by layer: the fused plan is of 16 bits")
+    parameters as they are multiplied: it does not follow what happens to them afterwards."""
+    kernels = step_kernels(model.backend)
+    if kernels is None:
         return model.forward_nhwc
     refusal = TrainingUNet.refusal(model, dropout=model.training)
     if refusal is not None:
         log.warning("the network runs layer by layer, without the fused plan: %s", refusal)
         return model.forward_nhwc
     log.info("sampling with the fused plan")
-    return InferenceUNet(model, fused)
+    return InferenceUNet(model, kernels)
 
 
 class InferenceUNet:
@@ -74,10 +70,12 @@ class InferenceUNet:
     matter.
     """
 
-    def __init__(self, model: UNet, kernels: ModuleType) -> None:
+    def __init__(self, model: UNet, kernels: ModuleType | SimpleNamespace) -> None:
         self.model, self.kernels = model, kernels
-        flat = FlatParameters(model, together=TOGETHER, trains=False)
-        self.parameters = flat.views(flat.param)
+        flat, backend = FlatParameters(model, together=TOGETHER, trains=False), model.backend
+        tf32 = backend.dtype == torch.float32 and backend.allow_tf32
+        # nodes of the plan convert filters to 16 bits, and read what else there is in float32
+        self.parameters = flat.views(flat.low(torch.float32, True) if tf32 else flat.param)
         self.embedding = EmbeddingLayers(model, flat, kernels)
         # of a class, or of the null class
         self.num_labels = model.label_emb.num_embeddings if model.num_classes is not None else 1
@@ -326,9 +324,13 @@ def sampling_plan(
     graph.prune()
     gpu = describe(device) if gpu is None else gpu
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-    join(graph, parameters, kernels, gpu)
+    in_32_bits = model.backend.dtype == torch.float32
+    if not in_32_bits:  # in which the joined kernels do not multiply, nor round operands to TF32
+        join(graph, parameters, kernels, gpu)
     zeros = _zeros(graph)
     graph.check()
+    for node in graph.nodes:
+        node.tf32 = model.backend.allow_tf32 or not in_32_bits
     made = schedule(graph)
     graph.nodes = made.nodes
     graph.rename()

@@ -3,11 +3,12 @@ gradient are those of float64 but for float32's own rounding."""
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import triton_kernels
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan.embedding import TOGETHER
+from diffusion.plan.inference import InferenceUNet, sampling_network
 from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.runtime.backend import Backend
 from triton_kernels import reference
@@ -122,3 +123,47 @@ def test_models_without_a_tma_unit(name, no_tma, device):
 def test_unet64(batch, device):
     found = errors({}, (64, 64), device, batch)
     assert max(found.values()) < MOST_OF_MANY_LAYERS, found
+
+
+def sampled(
+    options: dict, size: tuple[int, int], device: torch.device, backend: Backend, batch: int = 2
+) -> tuple[float, nn.Module, tuple, Tensor]:
+    """The error of an evaluation for a sampler; the model, its arguments and the exact result."""
+    exact = build(DOUBLE, options, size, device).double().eval()
+    model = build(backend, options, size, device).eval()
+    network = sampling_network(model)
+    assert isinstance(network, InferenceUNet)
+    x, steps = torch.randn(batch, *size, 3, device=device), torch.tensor([70, 900], device=device)
+    given = conditions(model, batch, device)
+    t = steps[1].expand(batch)
+    with torch.no_grad():
+        expected = exact.forward_nhwc(x.double(), t, given)
+    row = torch.ones(1, dtype=torch.int64, device=device)
+    y = network.at_row(x, row, network.tabulate(steps, given, batch))
+    return distance(y, expected) / expected.norm().item(), model, (x, t, given), expected
+
+
+@pytest.mark.parametrize("name", ["strided", "3x3 and halves of 24 channels", "context, vector"])
+def test_evaluations(name, device):
+    assert sampled(*SMALL[name], device, EXACT)[0] < MOST
+
+
+def check_tf32(options: dict, size: tuple[int, int], device: torch.device, batch: int = 2) -> None:
+    """The plan rounds operands where the layers round them, or where they cut bits off."""
+    error, model, args, exact = sampled(options, size, device, IN_TF32, batch)
+    with torch.no_grad():
+        layers = distance(model.forward_nhwc(*args), exact) / exact.norm().item()
+    assert 10 * MOST_OF_MANY_LAYERS < error < 1.5 * layers
+
+
+def test_evaluations_in_tf32(device):
+    check_tf32(*FILM, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*MODELS, *ODD])
+def test_evaluations_of_models(name, device):
+    options, size = ODD.get(name, (MODELS.get(name), (32, 32)))
+    options = {"num_res_blocks": 1, "attention_resolutions": (2,)} | options
+    assert sampled(options, size, device, EXACT, batch=5)[0] < MOST_OF_MANY_LAYERS
+    check_tf32(options, size, device, batch=5)

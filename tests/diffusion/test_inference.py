@@ -273,11 +273,10 @@ def test_who_gets_the_plan(caplog):
     model = make({"model_channels": 64, "channel_mult": (1, 2)}, (16, 16)).float()
     assert sampling_network(model) == model.forward_nhwc  # PyTorch's backend
     assert not caplog.messages
-    set_backend(model, Backend("triton", triton_kernels))
-    assert sampling_network(model) == model.forward_nhwc  # float32
-    assert caplog.messages == ["the network runs layer by layer: the fused plan is of 16 bits"]
-    set_backend(model, Backend("triton", triton_kernels, torch.float16))
-    assert isinstance(sampling_network(model), InferenceUNet)
+    for dtype, tf32 in ((torch.float16, True), (torch.float32, True), (torch.float32, False)):
+        set_backend(model, Backend("triton", triton_kernels, dtype, allow_tf32=tf32))
+        assert isinstance(sampling_network(model), InferenceUNet)
+    assert caplog.messages == ["sampling with the fused plan"] * 3
 
 
 def test_dropout_of_channels_that_training_has_no_plan_for():

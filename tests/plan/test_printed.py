@@ -54,7 +54,7 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
         ("batch=0", "batch=0 is no whole number"),
         ("context=77", "context=77; expected TOKENSxNUMBERS, such as 77x768"),
         ("mode=", "mode= is unknown; choose one of train, sample"),
-        ("precision=tf32", "precision=tf32 is of mode=train"),
+        ("precision=fp8", "precision=fp8 is unknown; choose one of"),
         ("colour=red", "colour=red is unknown; give model=..."),
         ("model.widht=96", "model.widht=96: unet64 has name, model_channels"),
         ("model.model_channels=[96", "[96 is no value of YAML"),
