@@ -233,26 +233,20 @@ def conv_stage(
         *pointers, a, *numbers, SPLIT=parts == 2, PRECISION=precision, **shape, **options,
         num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
     )  # fmt: skip
-    if is_whole:
-        splits = whole.splits(spec, config)
-        partial = _new((splits, n, co, to), device, last=True)
-        side = _new((splits, n, co, t), device, last=True) if conv.side else None
-        whole.launch(
-            a, conv.by_tap, partial.mT, side if side is None else side.mT, spec, config,
-            overlap=options["PDL"],
-        )  # fmt: skip
-        return Outcome(partial, side, kept)
-    positions = n * (t if conv.transposed else to)
-    tile = config
-    splits = slices * cg // tile.channels
+    splits = whole.splits(spec, config) if is_whole else slices * cg // config.channels
     partial = _new((splits, n, co, to), device, last=True)
     side = _new((splits, n, co, t), device, last=True) if conv.side else None
-    programs = blocks * bm // tile.rows * triton.cdiv(positions, tile.positions)
+    if is_whole:
+        results = partial.mT, side if side is None else side.mT
+        whole.launch(a, conv.by_tap, *results, spec, config, overlap=options["PDL"])
+        return Outcome(partial, side, kept)
+    positions = n * (t if conv.transposed else to)
+    programs = blocks * bm // config.rows * triton.cdiv(positions, config.positions)
     conv1d_multiply_kernel[(programs, splits, 1 + conv.side)](
         a, conv.weight, partial, side, n, C=slices * cg, T=t, TO=to, CO=co, CG=cg, BM=bm,
-        ROWS=tile.rows, BN=tile.positions, BK=tile.depth, TAPS=conv.taps, WIDEST=conv.widest,
-        STRIDE=conv.stride, TRANSPOSED=conv.transposed, CHANNELS=tile.channels,
-        PRECISION=precision, **options, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        ROWS=config.rows, BN=config.positions, BK=config.depth, TAPS=conv.taps, WIDEST=conv.widest,
+        STRIDE=conv.stride, TRANSPOSED=conv.transposed, CHANNELS=config.channels,
+        PRECISION=precision, **options, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return Outcome(partial, side, kept)
 
