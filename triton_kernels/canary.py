@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import reference
 from .conv.fused import conv_forward, conv_input_grad, conv_weight_grad
-from .conv.hopper.row_mma import WGRAD_TILE
+from .conv.hopper.row_wgrad import TILE as WGRAD_TILE
 from .conv.hopper.tile_mma import TileMma
 from .conv.plain import tma, tma_wgrad
 from .hopper.descriptors import MISSING

@@ -9,7 +9,7 @@ import torch
 from diffusion.errors import ConfigError
 from diffusion.runtime import backend
 from triton_kernels import canary
-from triton_kernels.conv.hopper import row_mma
+from triton_kernels.conv.hopper import row_wgrad
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.runtime import device as device_module
 from triton_kernels.runtime.device import (
@@ -75,8 +75,8 @@ def test_a_hopper_gpu_has_parts_for_the_weight_gradient():
     n, h, w, ci, co = SHAPE
     x, weight = torch.empty((n, h, w, ci), dtype=torch.bfloat16), torch.empty((co, ci, 3, 3))
     spec = weight_grad_spec(x, x, weight, 1, (1, 1), "tf32")
-    assert row_mma.WEIGHT_GRAD.refuse(spec, HOPPER) is None
-    (config,) = row_mma.WEIGHT_GRAD.configs(spec, HOPPER)
+    assert row_wgrad.WEIGHT_GRAD.refuse(spec, HOPPER) is None
+    (config,) = row_wgrad.WEIGHT_GRAD.configs(spec, HOPPER)
     assert config.tile == canary.WGRAD_TILE and config.splits >= 2
 
 

@@ -5,7 +5,7 @@ import torch
 
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
-from triton_kernels.conv.hopper import row_mma
+from triton_kernels.conv.hopper import row_mma, row_wgrad
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.registry.choose import listed
@@ -35,7 +35,7 @@ gpu = [
 ]
 STATIONARY = row_mma.STATIONARY_TILE  # of convolutions of 64 channels
 STATIONARY_OF_4 = row_mma.STATIONARY_TILE_OF_4
-WGRAD_CONFIG = row_mma.WGRAD_TILE
+WGRAD_CONFIG = row_wgrad.TILE
 DTYPES = [torch.bfloat16, torch.float16]
 
 # One program with one tile, programs with several and an odd number of them, more than one block of
@@ -156,7 +156,7 @@ def applying(shape: Shape, dtype, device) -> tuple[bool, bool, bool]:
     return (
         STATIONARY in rows_of(FORWARD, spec_of(shape, dtype)),
         STATIONARY in rows_of(INPUT_GRAD, spec_of(shape, dtype, grad=True)),
-        row_mma.WEIGHT_GRAD.refuse(
+        row_wgrad.WEIGHT_GRAD.refuse(
             weight_grad_spec(x, y, weight.float(), 1, (kernel // 2, kernel // 2), "tf32"),
             describe(device),
         )

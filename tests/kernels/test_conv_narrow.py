@@ -12,7 +12,7 @@ from triton_kernels.conv.fused import (
     conv_input_grad,
     conv_weight_grad,
 )
-from triton_kernels.conv.hopper import narrow, row_mma
+from triton_kernels.conv.hopper import narrow, row_mma, row_wgrad
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.registry.choose import listed
 from triton_kernels.runtime.device import describe
@@ -37,7 +37,7 @@ from .test_conv_hopper import gpu, repeatedly, rows_of, spec_of
 
 IN = row_mma.NARROW_TILE
 OUT = narrow.OUT_TILE
-WGRAD = row_mma.NARROW_WGRAD_TILE
+WGRAD = row_wgrad.NARROW_TILE
 # One tile, half a tile at the end of an image, fewer tiles than programs and many more, all of the
 # 16 channels and some.
 OUT_SHAPES = {
@@ -153,12 +153,12 @@ class TestGpu:
             )
             weight = torch.empty(co, ci, 3, 3, dtype=torch.half, device=device)
             spec, gpu = weight_grad_spec(x, dy, weight.float(), 1, (1, 1), "tf32"), describe(device)
-            kernel = row_mma.WEIGHT_GRAD
+            kernel = row_wgrad.WEIGHT_GRAD
             return None if kernel.refuse(spec, gpu) else kernel.configs(spec, gpu)[0].tile
 
         for shape in WGRAD_SHAPES.values():
-            assert tile(*shape[:5]) == row_mma.NARROW_WGRAD_TILE
-        assert tile(2, 64, 64, 64, 64) == row_mma.WGRAD_TILE
+            assert tile(*shape[:5]) == row_wgrad.NARROW_TILE
+        assert tile(2, 64, 64, 64, 64) == row_wgrad.TILE
         for shape in ((2, 8, 8, 3, 64), (2, 64, 64, 3, 16), (2, 64, 64, 3, 72), (1, 4, 64, 3, 64)):
             assert tile(*shape) is None
 

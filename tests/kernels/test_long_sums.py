@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from triton_kernels.conv import wgrad_group
-from triton_kernels.conv.hopper import fp16_split_wgrad, group_wgrad, mma_wgrad, row_mma
+from triton_kernels.conv.hopper import fp16_split_wgrad, group_wgrad, mma_wgrad, row_wgrad
 from triton_kernels.conv.plain import gather, pointwise_wgrad, tma_stride, tma_wgrad
 from triton_kernels.conv.weight_grad import plan, weight_grad_spec
 from triton_kernels.reductions import long_sums
@@ -83,7 +83,7 @@ def relative_error(batch, parts):
 def planned(batch, channels=64):
     """Into how many parts the fused step on an H100 cuts the sums of a layer of 64 x 64."""
     x, dy, weight = tensors(batch, 64, 64, channels, channels, 3, BF16)
-    return row_mma.wgrad_splits(weight_grad_spec(x, dy, weight, 1, (1, 1), "tf32"), H100)
+    return row_wgrad.splits_of(weight_grad_spec(x, dy, weight, 1, (1, 1), "tf32"), H100)
 
 
 def test_error_does_not_grow_with_the_batch(monkeypatch):

@@ -8,7 +8,7 @@ import torch
 
 from triton_kernels.conv import wgrad_group as weight_grads
 from triton_kernels.conv import wgrad_parts
-from triton_kernels.conv.hopper import group_wgrad, rounds_wgrad, row_mma
+from triton_kernels.conv.hopper import group_wgrad, rounds_wgrad, row_wgrad
 from triton_kernels.conv.hopper.group_wgrad import Gradient, Tile
 from triton_kernels.conv.hopper.rounds_wgrad import Rounds
 from triton_kernels.conv.wgrad_group import Pair, conv_weight_grads
@@ -229,7 +229,7 @@ class TestGpu:
             pytest.param(name, splits, id=f"{name}-{splits}")
             for name, (n, h, w, *_) in ROUNDS.items()
             for splits in (1, 2, 3, 5)
-            if splits <= math.prod(row_mma.wgrad_tiles(n, h, w))  # others are never listed
+            if splits <= math.prod(row_wgrad.tiles_of(n, h, w))  # others are never listed
         ],
     )
     def test_rounds(self, name, splits, accumulate, device, monkeypatch):

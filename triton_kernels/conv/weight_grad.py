@@ -15,7 +15,7 @@ from ..registry.kernel import Op
 from ..registry.spec import ConvSpec, WeightGradsSpec, dtype_name
 from ..runtime.device import Device, describe
 from .configs import SplitKernel, WgradOperands, kernel_of_tile
-from .hopper import fp16_split_wgrad, mma_wgrad, row_mma
+from .hopper import fp16_split_wgrad, mma_wgrad, row_wgrad
 from .plain import (
     gather,
     im2col_wgrad,
@@ -30,7 +30,7 @@ WEIGHT_GRAD = Op(
     "conv_weight_grad",
     key=("h", "w", "k", "c", "r", "s", "stride", "dtype"),
     kernels=(
-        row_mma.WEIGHT_GRAD,
+        row_wgrad.WEIGHT_GRAD,
         tma_wgrad.WEIGHT_GRAD,
         tma_stride.WEIGHT_GRAD,
         pointer_wgrad.WEIGHT_GRAD,

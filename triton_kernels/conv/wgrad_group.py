@@ -18,7 +18,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import WeightGradsSpec, precision_of
 from ..runtime.device import Device, describe
 from .fused import conv_weight_grad
-from .hopper import group_wgrad, rounds_wgrad, row_mma
+from .hopper import group_wgrad, rounds_wgrad, row_wgrad
 from .hopper.group_wgrad import Gradient, Tile
 from .hopper.rounds_wgrad import Rounds
 from .weight_grad import one_after_one, weight_grad_spec
@@ -117,9 +117,9 @@ def _refuse_two(spec: WeightGradsSpec, gpu: Device) -> str | None:
     for conv in spec.convs:
         if conv.of_filters != (conv.c, conv.k):
             return "x or dy have more channels than the filters"
-        if reason := row_mma.refuse_wgrad(conv, gpu) or row_mma.refuse_wgrad_rows(conv, gpu):
+        if reason := row_wgrad.refuse(conv, gpu) or row_wgrad.refuse_rows(conv, gpu):
             return reason
-    return None if row_mma.wgrad_splits(one, gpu, two) else "there are too few tiles to share"
+    return None if row_wgrad.splits_of(one, gpu, two) else "there are too few tiles to share"
 
 
 def _key_of_two(spec: WeightGradsSpec) -> dict[str, Any]:
@@ -146,7 +146,7 @@ TWO_WEIGHT_GRADS = Op(
             "row_wgrad_pair",
             Pair,
             _refuse_two,
-            lambda spec, gpu: [Pair(row_mma.wgrad_splits(spec.convs[0], gpu, spec.convs[1]))],
+            lambda spec, gpu: [Pair(row_wgrad.splits_of(spec.convs[0], gpu, spec.convs[1]))],
         ),
     ),
 )
@@ -174,7 +174,7 @@ def _run(
     elif isinstance(plan, Pair):
         splits = plan.splits
         if splits >= _MANY_SPLITS:  # with fewer, blocks of channels make most of the programs
-            fewest = row_mma.fewest_wgrad_splits(spec.convs[0])
+            fewest = row_wgrad.fewest_splits(spec.convs[0])
             splits = max(fewest, round(share * splits))
         _run_rows(group, accumulate, splits * group_wgrad.count_blocks(spec, plan), splits)
     else:
@@ -199,7 +199,7 @@ def _run_rows(
     parts = _empty(shape, dtype=torch.float32, device=group[0].x.device)
     group_wgrad.launch_rows(group, parts, whole, splits, accumulate)
     if pieces:
-        tiles = math.prod(row_mma.wgrad_tiles(*group[0].x.shape[:3]))
+        tiles = math.prod(row_wgrad.tiles_of(*group[0].x.shape[:3]))
         sum_group(parts, [g.out for g in group], tiles, accumulate, whole)
 
 

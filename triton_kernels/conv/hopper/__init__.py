@@ -1,8 +1,7 @@
 """Convolutions for Hopper in Gluon, where shared memory, barriers and products are written out.
 
     launcher          computes                            kernels
-    row_mma           fused 3x3, 64 or 16 channels in;    stationary_weights, row_wgrad
-                      3x3 weight gradients
+    row_mma           fused 3x3, 64 or 16 channels in     stationary_weights, and _concat
     tile_mma          fused 3x3, any channels             tile_mma_kernels
     upsampled         fused 3x3 after upsampling          upsampled_kernels
     narrow            fused 3x3, 16 channels out          narrow_output
@@ -12,6 +11,7 @@
                                                           unfused_pointwise, of few tiles
                                                           unfused_single_tile and, in TF32,
                                                           unfused_single_tile_tf32
+    row_wgrad         3x3 weight gradients                row_wgrad_kernel
     group_wgrad,      weight gradients of up to four      group_wgrad_kernels
     rounds_wgrad      convolutions in one launch
     mma_wgrad         weight gradients in float32, TF32   mma_wgrad_kernel

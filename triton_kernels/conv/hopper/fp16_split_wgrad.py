@@ -26,7 +26,8 @@ from ..configs import WgradOperands, fewest_of, split_kernel
 from ..plain.fp16_split import in_halves
 from ..plain.tma_boxes import refuse_wide_float32
 from .mma_wgrad import supports
-from .row_mma import WGRAD_WIDTHS, images_of_row, in_rows
+from .operands import in_rows
+from .row_wgrad import WIDTHS, images_of_row
 
 if SUPPORTED:
     from .fp16_split_wgrad_kernel import conv_fp16_split_wgrad_kernel
@@ -54,8 +55,8 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     filters = spec.of_filters
     if odd := [c for c in filters if c % 64]:
         return f"{odd[0]} channels are no multiple of 64"
-    if spec.w not in WGRAD_WIDTHS:
-        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, WGRAD_WIDTHS))}"
+    if spec.w not in WIDTHS:
+        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, WIDTHS))}"
     if spec.h % _rows(spec.w):
         return f"{spec.h} rows are no multiple of {_rows(spec.w)}"
     if spec.n * spec.h * spec.w * max(spec.k, spec.c) >= _MOST_NUMBERS:

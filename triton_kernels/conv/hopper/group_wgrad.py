@@ -18,7 +18,8 @@ from ...registry.spec import ConvSpec, WeightGradsSpec
 from ...runtime.device import Device
 from ..configs import fewest_of
 from ..wgrad_parts import MOST, channels_of, filled
-from . import row_mma
+from . import row_wgrad
+from .operands import in_rows
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -48,7 +49,7 @@ class Tile(NamedTuple):
     # parts of two; 2: half as many for each, which write half as many parts
 
 
-ROWS = tuple(Tile(1, 1, 4, row_mma.STAGES, 1, even) for even in (0, 1, 2))
+ROWS = tuple(Tile(1, 1, 4, row_wgrad.STAGES, 1, even) for even in (0, 1, 2))
 POINTS = tuple(
     Tile(*numbers, even)
     for even in (1, 2)
@@ -85,7 +86,7 @@ def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
     for conv in spec.convs:
         if odd := [c for c in (conv.c, conv.k) if c % 64]:
             return f"{odd[0]} channels are no multiple of 64"
-        if first.r == 3 and (reason := row_mma.refuse_wgrad_rows(conv, gpu)):
+        if first.r == 3 and (reason := row_wgrad.refuse_rows(conv, gpu)):
             return reason
     return None
 
@@ -115,7 +116,7 @@ def programs(spec: WeightGradsSpec, gpu: Device, tile: Tile, share: float = 1.0)
 def pixel_tiles(conv: ConvSpec, tile: Tile) -> int:
     """Steps in the sum of one block of channels."""
     if conv.r == 3:
-        return math.prod(row_mma.wgrad_tiles(conv.n, conv.h, conv.w))
+        return math.prod(row_wgrad.tiles_of(conv.n, conv.h, conv.w))
     return _point_tiles(conv.n * conv.h * conv.w, tile)
 
 
@@ -128,15 +129,15 @@ def launch_rows(
 ) -> None:
     """Those of 3x3 filters: whole blocks to the gradients, the sums of the others in parts."""
     n, h, w, _ = gradients[0].x.shape
-    images, width = row_mma.images_of_row(w), row_mma.piece_of_row(w)
-    columns, rows = row_mma.pieces_of_row(w), row_mma.WGRAD_TILE.block_m // (width * images)
-    groups, tiles_h = row_mma.wgrad_tiles(n, h, w)
+    images, width = row_wgrad.images_of_row(w), row_wgrad.piece_of_row(w)
+    columns, rows = row_wgrad.pieces_of_row(w), row_wgrad.TILE.block_m // (width * images)
+    groups, tiles_h = row_wgrad.tiles_of(n, h, w)
     operands = []
     for x, dy, _ in gradients:
         operands += [
-            row_mma.in_rows(x, 1, images, width, 64),
-            row_mma.in_rows(dy, rows, images, width, 64),
-            None if columns == 1 else row_mma.in_rows(x, 1, 1, 8, 64),
+            in_rows(x, 1, images, width, 64),
+            in_rows(dy, rows, images, width, 64),
+            None if columns == 1 else in_rows(x, 1, 1, 8, 64),
         ]
     outs = [g.out if whole else None for g in gradients]
     conv_row_group_wgrad_kernel[(whole + len(parts),)](
@@ -154,7 +155,7 @@ def launch_rows(
         ADD=accumulate and whole > 0,
         W=width * images,
         IMAGES=images,
-        STAGES=row_mma.STAGES,
+        STAGES=row_wgrad.STAGES,
         COLUMNS=columns,
         RAGGED=whole > 0 and any(c % 64 for g in gradients for c in (g.x.shape[3], g.dy.shape[3])),
         num_warps=4,

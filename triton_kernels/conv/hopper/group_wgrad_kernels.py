@@ -20,7 +20,7 @@ from ...hopper.compat import aggregate, sync_threads, tma_load
 from ...hopper.pipeline import new_ring
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
-from .row_wgrad import Rows, new_row_ring
+from .row_wgrad_kernel import Rows, new_row_ring
 from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, begin_of, load_piece
 
 # --- 3x3 filters ----------------------------------------------------------------------------------

@@ -12,8 +12,7 @@ from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
-from .operands import Operands, filters_in_boxes
-from .row_mma import in_rows
+from .operands import Operands, filters_in_boxes, in_rows
 
 if SUPPORTED:
     from .narrow_output import conv_narrow_output_kernel

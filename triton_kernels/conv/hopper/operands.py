@@ -1,4 +1,5 @@
-"""What `row_mma` and `tile_mma` launch their fused kernels with."""
+"""What `row_mma` and `tile_mma` launch their fused kernels with, and how the TMA unit is told of
+filters and of rows of pixels."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -146,3 +147,20 @@ def filters_in_boxes(weight: Tensor, rows: int = 64, columns: int = 64) -> "Tens
     """[CO, CI, 3, 3] in channels_last memory as [9, CO, CI], a box of one tap."""
     co, ci, _, _ = weight.shape
     return in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, rows, columns])
+
+
+def in_rows(
+    x: Tensor,
+    rows: int = 1,
+    images: int = 1,
+    width: int | None = None,
+    channels: int | None = None,
+) -> "TensorDescriptor":
+    """[N, H, W, C], or [H, W, N, C] of several images, in boxes of whole rows, or of so many of
+    their pixels; and of so many channels, or of 64 at most."""
+    n, h, w, c = x.shape
+    block = channels or min(c, 64)
+    if images > 1:
+        box = [rows, width or w, images, block]
+        return in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], box)
+    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, width or w, block])

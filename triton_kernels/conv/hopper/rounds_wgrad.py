@@ -16,7 +16,7 @@ from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
-from . import row_mma
+from . import row_wgrad
 from .group_wgrad import refuse_group
 
 NUMBERS = 9 * 64 * 64  # of a block
@@ -33,13 +33,13 @@ class Rounds(NamedTuple):
 
 def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
     """Why no launch does all of them, or None."""
-    each = (row_mma.refuse_wgrad_rows(conv, gpu, whole=False) for conv in spec.convs)
+    each = (row_wgrad.refuse_rows(conv, gpu, whole=False) for conv in spec.convs)
     return refuse_group(spec, gpu) or next(filter(None, each), None)
 
 
 def configs(spec: WeightGradsSpec, gpu: Device) -> list[Rounds]:
     """Those with the fewest steps one after the other."""
-    tiles, fewest = _tiles(spec), row_mma.fewest_wgrad_splits(spec.convs[0])
+    tiles, fewest = _tiles(spec), row_wgrad.fewest_splits(spec.convs[0])
     numbers = range(fewest, tiles + 1)
     best = sorted(numbers, key=lambda splits: _steps(spec, gpu, Rounds(splits)))
     return [Rounds(splits) for splits in best[:_LISTED]]
@@ -50,7 +50,7 @@ def whole_blocks(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> int:
     blocks = _blocks(spec)
     if config.splits == 1:
         return blocks
-    if row_mma.fewest_wgrad_splits(spec.convs[0]) > 1:
+    if row_wgrad.fewest_splits(spec.convs[0]) > 1:
         return 0
     return blocks // gpu.num_sms * gpu.num_sms
 
@@ -76,7 +76,8 @@ def model(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> float | None:
 
 
 def _work(spec: WeightGradsSpec, blocks: int, splits: int) -> Work:
-    alone = row_mma.WEIGHT_GRAD.work(spec.convs[0], None, row_mma.WEIGHT_GRAD.config(64, splits))
+    kernel = row_wgrad.WEIGHT_GRAD
+    alone = kernel.work(spec.convs[0], None, kernel.config(64, splits))
     return alone._replace(
         tiles=blocks * splits,
         memory=sum(conv.n * conv.h * conv.w * (conv.k + conv.c) * 2 for conv in spec.convs),
@@ -89,16 +90,16 @@ def _steps(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> float:
     tiles, splits = _tiles(spec), config.splits
     rounds = math.ceil(whole_blocks(spec, gpu, config) / gpu.num_sms)
     parts = math.ceil(cut_blocks(spec, gpu, config) * splits / gpu.num_sms)
-    return rounds * tiles + parts * (math.ceil(tiles / splits) + row_mma.PART * (splits > 1))
+    return rounds * tiles + parts * (math.ceil(tiles / splits) + row_wgrad.PART * (splits > 1))
 
 
 def _tiles(spec: WeightGradsSpec) -> int:
     first = spec.convs[0]
-    return math.prod(row_mma.wgrad_tiles(first.n, first.h, first.w))
+    return math.prod(row_wgrad.tiles_of(first.n, first.h, first.w))
 
 
 def _blocks(spec: WeightGradsSpec) -> int:
-    return sum(row_mma.wgrad_blocks(conv.c, conv.k) for conv in spec.convs)
+    return sum(row_wgrad.blocks_of(conv.c, conv.k) for conv in spec.convs)
 
 
 KERNEL = Kernel("rounds_wgrad", Rounds, refuse, configs, alike=model)

@@ -1,168 +1,221 @@
-"""The weight gradient of `conv.hopper.row_mma`.
+"""The weight gradient of 3x3 convolutions over rows of pixels for Hopper, in 16 bits (kernel:
+`row_wgrad_kernel`).
 
-A product sums over 16 pixels or more of a row. Where images are narrower, a row is one of several
-images, with the same pixel of each of them side by side: to TMA that is one more order of the
-dimensions, [H, W, N, C], and a tap is that many pixels further. Rows of more than 64 pixels, or of
-which a piece divides more, are multiplied in COLUMNS pieces, and the pixels beside a piece are
-fetched with it. Where a tile, or a block of 64 channels, reaches over an edge, TMA writes zeros.
-
-Of a convolution from or to few channels, one of x and dy has blocks of 16 channels, not 64. The
-kernel calls that one x: the gradient of its convolution is that of the other way round, with dy for
-x, if the filters are turned (SWAP).
+Three warpgroups take a row of the filter each: they share dy and x, and the nine taps need x once.
+A row of other widths than `WIDTHS` is cut into pieces.
 """
 
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+import math
+from typing import NamedTuple
 
-from ...hopper.compat import aggregate, allocate_for_views, reinterpret, sync_threads, tma_load
-from ...hopper.pipeline import new_ring
-from ...hopper.roles import launch_roles
-from ...runtime.dependent_launch import await_inputs
-from .row_memory import block_chunks, clear_margins, row_from, row_of_tap, side_from
-from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, begin_of, load_piece
+import torch
+import triton
+from torch import Tensor
 
+from ...hopper.descriptors import SUPPORTED, missing
+from ...registry.cost import Work
+from ...registry.kernel import configures
+from ...registry.spec import ConvSpec
+from ...runtime.device import Device
+from ..configs import WgradOperands, fewest_of, split_kernel
+from .operands import in_rows
+from .refusals import refuse_filters
 
-@gluon.jit
-def place_in_rows(n, h, w, c, IMAGES: gl.constexpr):
-    return [n, h, w, c] if IMAGES == 1 else [h, w, n, c]
+if SUPPORTED:
+    from .row_wgrad_kernel import conv_row_wgrad_kernel
 
-
-@aggregate
-class Rows:
-    """What `wgrad_pieces` is told: tiles are 256 pixels, blocks 64 channels of dy and 64 of x, or
-    16; a warpgroup has the taps of a row of the filter."""
-
-    tiles_h: gl.tensor
-    W: gl.constexpr
-    IMAGES: gl.constexpr
-    COLUMNS: gl.constexpr
-    STEPS: gl.constexpr  # rows of a tile
-    ACCS: gl.constexpr  # 3
-    WIDTH: gl.constexpr
-    CI_SIZE: gl.constexpr
-    CO_SIZE: gl.constexpr
-
-    @gluon.jit
-    def load(self, gradient, ring, block, tile, place):
-        """256 pixels of dy, and those of x that they are multiplied by."""
-        x_bufs, dy_bufs = ring.bufs
-        W: gl.constexpr = self.W
-        IMAGES: gl.constexpr = self.IMAGES
-        ROWS: gl.constexpr = self.STEPS
-        MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
-        ci_blocks = gl.cdiv(gradient.CI, self.CI_SIZE)
-        ci0 = block % ci_blocks * self.CI_SIZE
-        co0 = block // ci_blocks * 64
-        w0 = 0
-        n = tile // self.tiles_h * IMAGES
-        h0 = tile % self.tiles_h * ROWS
-        if self.COLUMNS > 1:
-            w0 = tile % self.tiles_h % self.COLUMNS * W
-            h0 = tile % self.tiles_h // self.COLUMNS * ROWS
-        BESIDE: gl.constexpr = 0 if self.COLUMNS == 1 else 16
-        BYTES: gl.constexpr = (ROWS + 2) * (W + BESIDE) * 2 * x_bufs.shape[2] + 256 * 128
-        stage, bar = ring.acquire(place, BYTES)
-        tma_load(gradient.dy_desc, place_in_rows(n, h0, w0, co0, IMAGES), bar, dy_bufs.index(stage))
-        first_chunk = stage * block_chunks(W, MARGINS)
-        for j in gl.static_range(ROWS + 2):
-            row = row_from(x_bufs, first_chunk, j, W, IMAGES, MARGINS)
-            tma_load(gradient.x_desc, place_in_rows(n, h0 + j - 1, w0, ci0, IMAGES), bar, row)
-            if self.COLUMNS > 1:
-                left = side_from(x_bufs, first_chunk, j, 0, W)
-                tma_load(gradient.sides_desc, [n, h0 + j - 1, w0 - 8, ci0], bar, left)
-                right = side_from(x_bufs, first_chunk, j, 1, W)
-                tma_load(gradient.sides_desc, [n, h0 + j - 1, w0 + W, ci0], bar, right)
-
-    @gluon.jit
-    def dy(self, R: gl.constexpr, ring, stage, row: gl.constexpr):
-        W: gl.constexpr = self.W
-        MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-        dy_bufs = ring.bufs[1]
-        rows = reinterpret(dy_bufs, dy_bufs.dtype, [ring.SLOTS * self.STEPS, W, 64], MATRIX)
-        return rows.index(stage * self.STEPS + row)
-
-    @gluon.jit
-    def x(self, R: gl.constexpr, ring, stage, row: gl.constexpr, s: gl.constexpr):
-        MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
-        first_chunk = stage * block_chunks(self.W, MARGINS)
-        return row_of_tap(ring.bufs[0], first_chunk, row + R, s, self.W, self.IMAGES, MARGINS)
-
-    @gluon.jit
-    def first_row(self, R: gl.constexpr, sums):
-        return R * 3 * sums.stride_next
+_PIXELS = 256  # of a tile
+STAGES = 2  # of pixels
+_STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
+WIDTHS = (64, 32, 16, 8)  # of whole rows
+_PIECES = (64, 32, 16)  # pixels of other rows that are multiplied together
+_NARROW_WIDTHS = (64, 32, 16)
+PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
 
 
-@gluon.jit
-def new_row_ring(
-    x_desc, dy_desc, W: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
-):  # fmt: skip
-    """Of tiles of 256 pixels of dy, and of the rows of x that belong to them."""
-    K: gl.constexpr = x_desc.block_shape[3]
-    PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
-    dtype: gl.constexpr = x_desc.dtype
-    MARGINS: gl.constexpr = 1 if COLUMNS == 1 else 2
-    x_bufs = allocate_for_views(dtype, [STAGES * block_chunks(W, MARGINS), 8, K], PIXELS)
-    dy_bufs = gl.allocate_shared_memory(dtype, [STAGES] + dy_desc.block_shape, dy_desc.layout)
-    ring = new_ring((x_bufs, dy_bufs), STAGES, 3)
-    if COLUMNS == 1:
-        clear_margins(x_bufs, STAGES, 256 // W + 2, W, num_warps)
+@configures("row_wgrad")
+class RowWgrad(NamedTuple):
+    """A block of 64x64 channels and all nine taps a program, or of 64x16."""
+
+    block_ci: int
+    block_m = _PIXELS  # a step
+
+
+TILE, NARROW_TILE = RowWgrad(64), RowWgrad(16)
+
+
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why `weight_grad` cannot do one convolution, or None."""
+    co, ci = spec.of_filters
+    narrow = _is_narrow(spec)
+    if not narrow and (co, ci) != (spec.c, spec.k):
+        return f"x and dy have {spec.k} and {spec.c} channels, the filters {ci} and {co}"
+    if reason := refuse_rows(spec, gpu, narrow, whole=narrow):
+        return reason
+    splits = splits_of(spec, gpu)
+    if splits < 1 + narrow:
+        return "there are too few tiles to share"
+    if spec.rounded and splits == 1:
+        return "a sum in one part is stored as it is, not rounded"
+    return None
+
+
+def refuse_rows(
+    spec: ConvSpec, gpu: Device, narrow: bool = False, whole: bool = True
+) -> str | None:
+    """Why there are no tiles of rows for a weight gradient, or None. Unless blocks have to be
+    `whole`, images are of any size, and blocks of channels too, with zeros beyond their edges."""
+    if reason := missing(gpu, spec.itemsize) or refuse_filters(spec):
+        return reason
+    if spec.size != (spec.h, spec.w):
+        return f"{spec.size} pixels of the result, and {spec.h} x {spec.w} of x"
+    channels = [spec.c, spec.k]
+    if narrow:
+        channels.remove(16)
+    least = 64 if whole else 8
+    if odd := [c for c in channels if c % least]:
+        return f"{odd[0]} channels are no multiple of {least}"
+    if not whole:
+        few = min(channels)
+        return f"{few} channels are less than a block of 64" if few < 64 else None
+    widths = _NARROW_WIDTHS if narrow else WIDTHS
+    if spec.w not in widths:
+        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
+    rows = _PIXELS // (piece_of_row(spec.w) * images_of_row(spec.w))
+    return f"{spec.h} rows are no multiple of {rows}" if spec.h % rows else None
+
+
+def _is_narrow(spec: ConvSpec) -> bool:
+    """Whether one of x and dy has 16 channels, of which the filters may have fewer, and the other
+    those of the filters."""
+    co, ci = spec.of_filters
+    of_x, of_dy = (ci, spec.k), (co, spec.c)
+    few, many = (of_x, of_dy) if spec.k == 16 else (of_dy, of_x)
+    return few[0] <= 16 == few[1] and many[0] == many[1]
+
+
+def splits_of(spec: ConvSpec, gpu: Device, *others: ConvSpec) -> int:
+    """Into how many parts to cut the sum over pixels: the fewest rounds of programs, which have a
+    multiprocessor each, times their length. One part if there are blocks of channels for most
+    multiprocessors; 0 if there are too few tiles to share."""
+    if _is_narrow(spec):  # those that would fill as many
+        co, ci = spec.of_filters
+        blocks = -(-co * ci // 64**2)
     else:
-        fence_async_shared()
-        sync_threads()
-    return ring
+        blocks = sum(blocks_of(*conv.of_filters) for conv in (spec, *others))
+    tiles = math.prod(tiles_of(spec.n, spec.h, spec.w))
+
+    def time(splits: int) -> int:
+        rounds = triton.cdiv(blocks * splits, gpu.num_sms)
+        return rounds * (triton.cdiv(tiles, splits) + (PART if splits > 1 else 0))
+
+    fewest = max(1 if 2 * blocks > gpu.num_sms else 2, fewest_splits(spec))
+    most = min(tiles, max(4 * gpu.num_sms // blocks, fewest + gpu.num_sms // blocks))
+    return min(range(most, fewest - 1, -1), key=time, default=0)
 
 
-@gluon.jit(do_not_specialize=["tiles"])
-def conv_row_wgrad_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [1, 1, W, 64]; [H, W / IMAGES, N, CI] in boxes of one row;
-    # or in boxes of 16 channels, of which there is one block and CI of them count
-    dy_desc,  # [N, H, W, CO] in boxes of 256 pixels, or in that order too
-    sides_desc,  # x in boxes of 8 pixels beside a piece of a row, or None: rows are whole
-    part_ptr,  # float32 [splits, CO, 9, CI]
-    stride_split,
-    CI,
-    CO,
-    tiles,  # of 256 pixels
-    tiles_h,  # of them in an image, or in a group of images
-    W: gl.constexpr,  # pixels of a row, of all its images, or of a piece of one
-    IMAGES: gl.constexpr,
-    STAGES: gl.constexpr,
-    COLUMNS: gl.constexpr,  # pieces of a row
-    SWAP: gl.constexpr,  # of 16 channels: parts are [splits, CI, 9, CO], with the taps reversed
-    RAGGED: gl.constexpr,  # channels are no multiple of 64
-    num_warps: gl.constexpr,
-):
-    K: gl.constexpr = x_desc.block_shape[3]
-    ring = new_row_ring(x_desc, dy_desc, W, COLUMNS, STAGES, num_warps)
-    await_inputs()
+def blocks_of(co: int, ci: int) -> int:
+    """Blocks of 64x64 channels."""
+    return -(-co // 64) * -(-ci // 64)
 
-    ci_blocks = gl.cdiv(CI, 64) if K == 64 else 1
-    blocks = ci_blocks * gl.cdiv(CO, 64)
-    block = gl.program_id(0) % blocks
-    split = gl.program_id(0) // blocks
-    splits = gl.num_programs(0) // blocks
-    part_ptr += split.to(gl.int64) * stride_split
-    ci0 = block % ci_blocks * 64
-    co0 = block // ci_blocks * 64
-    first = block * tiles + begin_of(split, splits, tiles)
-    last = block * tiles + begin_of(split + 1, splits, tiles)
-    left_co = None
-    left_ci = None
-    if RAGGED or K == 16:
-        left_co = CO - co0
-        left_ci = CI - ci0
-    if SWAP:
-        sums = Sums(part_ptr + co0 + 8 * CO, 1, 9 * CO, -CO, left_co, left_ci, False, 0, False)
-    else:
-        to_ptr = part_ptr + co0 * 9 * CI + ci0
-        sums = Sums(to_ptr, 9 * CI, 1, CI, left_co, left_ci, False, 0, False)
-    products = Rows(tiles_h, W, IMAGES, COLUMNS, 256 // W, 3, K, K, 64)
-    piece = Piece(first, last, tiles, True)
-    gradients = (Gradient(x_desc, dy_desc, sides_desc, CI, CO),)
-    launch_roles(
-        accumulate_piece, (products, sums, ring, piece),
-        load_piece, (gradients, products, ring, piece, 1),
-        3, (160, 24 if COLUMNS == 1 else 32),
+
+def fewest_splits(spec: ConvSpec) -> int:
+    """What `long_sums` says of the sum over pixels."""
+    return fewest_of(spec, math.prod(tiles_of(spec.n, spec.h, spec.w)) * _PIXELS)
+
+
+def _tile(spec: ConvSpec, gpu: Device) -> list[RowWgrad]:
+    return [NARROW_TILE if _is_narrow(spec) else TILE]
+
+
+def _launch(tile: RowWgrad, splits: int, operands: WgradOperands) -> None:
+    assert operands.parts.dtype == torch.float32
+    weight_grad(operands.x, operands.dy, operands.parts.view(splits, -1))
+
+
+def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
+    co, ci = spec.of_filters
+    width = piece_of_row(spec.w) * images_of_row(spec.w)
+    beside = 16 if pieces_of_row(spec.w) > 1 else 0
+    blocks = blocks_of(co, ci) if c.block_ci == 64 else -(-co * ci // (64 * c.block_ci))
+    steps = math.prod(tiles_of(spec.n, spec.h, spec.w)) / c.splits
+    return Work(
+        tiles=blocks * c.splits,
+        resident=1,
+        products=64 * c.block_ci * 9 * _PIXELS * steps,
+        fetched=((_PIXELS // width + 2) * (width + beside) * 2 * c.block_ci + _PIXELS * 128)
+        * steps,
+        steps=steps,
+        written=0,
+        memory=spec.n * spec.h * spec.w * (spec.k + spec.c) * 2,
+        parts=c.splits * co * ci * 9 * 4,
+        splits=c.splits,
+    )
+
+
+WEIGHT_GRAD = split_kernel(
+    RowWgrad,
+    refuse,
+    _tile,
+    lambda spec, gpu, tile: splits_of(spec, gpu),
+    _launch,
+    around=False,
+    pads=True,
+    work=_work,
+    fitted_by=("block_ci",),
+)
+
+
+def weight_grad(
+    x: Tensor,  # [N, H, W, CI], or 16 channels of which CI count
+    dy: Tensor,  # [N, H, W, CO], or 16
+    parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written; one may be the sum
+) -> None:
+    """The gradient of the filters, in parts that have to be added up."""
+    swap = dy.shape[3] == 16  # then the kernel takes it for x
+    few, many = (dy, x) if swap else (x, dy)
+    n, h, w, ci = few.shape
+    co = many.shape[3]
+    if ci == 16:
+        ci = parts.shape[1] // (9 * co)
+    narrow = few.shape[3] == 16
+    images, width = images_of_row(w), piece_of_row(w)
+    groups, tiles_h = tiles_of(n, h, w)
+    rows = _PIXELS // (width * images)
+    columns = pieces_of_row(w)
+    ragged = not narrow and (ci % 64 > 0 or co % 64 > 0)
+    assert (columns == 1 and not ragged) or not narrow
+    blocks = co // 64 if narrow else blocks_of(co, ci)
+    conv_row_wgrad_kernel[(blocks * parts.shape[0],)](
+        in_rows(few, 1, images, width, 16 if narrow else 64),
+        in_rows(many, rows, images, width, 64), None if columns == 1 else in_rows(few, 1, 1, 8, 64),
+        parts, parts.stride(0), ci, co, groups * tiles_h, tiles_h,
+        W=width * images, IMAGES=images, COLUMNS=columns,
+        STAGES=_STAGES_OF_16 if narrow else STAGES, SWAP=swap, RAGGED=ragged, num_warps=4,
+        maxnreg=128,
     )  # fmt: skip
+
+
+def images_of_row(w: int) -> int:
+    """Of how many images a row is, so that it has 16 pixels and more."""
+    return 1 if w >= 16 else 64 // piece_of_row(w)
+
+
+def piece_of_row(w: int) -> int:
+    """Pixels of a row that a weight gradient multiplies together: the whole row, or a piece of it,
+    with the fewest pixels beyond its end."""
+    if w < 16:
+        return 8 if w <= 8 else 16
+    return min(_PIECES, key=lambda piece: -(-w // piece) * piece)
+
+
+def pieces_of_row(w: int) -> int:
+    """How many there are."""
+    return -(-w // piece_of_row(w))
+
+
+def tiles_of(n: int, h: int, w: int) -> tuple[int, int]:
+    """Groups of images, and tiles of one."""
+    images = images_of_row(w)
+    rows = _PIXELS // (piece_of_row(w) * images)
+    return -(-n // images), -(-h // rows) * pieces_of_row(w)
