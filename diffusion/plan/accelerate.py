@@ -20,6 +20,7 @@ from .execute import Streams, run_moves
 from .graph import PlanError, Value
 from .numbers_as_tensors import are_tensors
 from .record import is_recording
+from .trees import flatten, holds_tensors, leaves
 
 # Held while a module is recorded, when its parameters are others, and while they are read
 _MODULES = threading.RLock()
@@ -82,7 +83,7 @@ class Accelerated(nn.Module):
             return self._plan_of(args, kwargs)
 
     def _plan_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, tuple, dict]:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
         numbers = [torch.tensor(x, device=device) if type(x) in (int, float) else x for x in leaves]
         as_tensors = pytree.tree_unflatten(numbers, spec)
@@ -111,7 +112,7 @@ class Accelerated(nn.Module):
     def _made(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
         gradients = torch.is_grad_enabled()
         trains = gradients and any(p.requires_grad for p in self.module.parameters())
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         of_inputs = tuple(i for i, x in enumerate(tensors) if gradients and x.requires_grad)
         device = next((x.device for x in (*tensors, *self.module.parameters())), None)
         tf32, joins = self._tf32(), None
@@ -155,12 +156,17 @@ class Accelerated(nn.Module):
 
 
 def _hashable(x: Any) -> Any:
+    """An argument that is no tensor, and the state of an object that may change."""
+    name = type(x).__name__
+    if holds_tensors(x):
+        raise PlanError(f"an argument is a {name} with tensors in it; give tensors or dataclasses")
     try:
         hash(x)
     except TypeError:
-        name = type(x).__name__
         raise PlanError(f"an argument is of {name}; give tensors, numbers or words") from None
-    return x
+    changes = type(x).__hash__ is object.__hash__ and not callable(x)
+    state = vars(x) if changes and hasattr(x, "__dict__") else {}
+    return x, *((key, _hashable(value)) for key, value in state.items())
 
 
 def launcher(device: torch.device) -> Callable:

@@ -16,17 +16,15 @@ from torch import Tensor, nn
 from .graph import PlanError
 from .record import Call, Recording, record
 from .trace import plain_layers
+from .trees import leaves
 
 
 def are_tensors(module: nn.Module, fixed: tuple, given: tuple) -> bool:
     """Whether the module does the same with numbers, `fixed`, and with tensors in their place,
     `given`, both (args, kwargs). Errors are those of `record`."""
-    numbers = [not isinstance(x, Tensor) for x in pytree.tree_leaves(fixed)]
+    numbers = [not isinstance(x, Tensor) for x in leaves(fixed)]
     with plain_layers(module):
-        a, b = (
-            _Rest(record(module, *call), numbers, pytree.tree_leaves(call))
-            for call in (given, fixed)
-        )
+        a, b = (_Rest(record(module, *call), numbers, leaves(call)) for call in (given, fixed))
     ends = a.of(a.result), b.of(b.result)
     return len(a.calls) == len(b.calls) and all(
         x.made == y.made and _close(x.args, y.args, x.digits)
@@ -55,13 +53,13 @@ class _End:
 class _Rest:
     """What is left of a recording when the calls of numbers alone have been computed."""
 
-    def __init__(self, recording: Recording, numbers: list[bool], leaves: list) -> None:
+    def __init__(self, recording: Recording, numbers: list[bool], given: list) -> None:
         self.calls: list[_End] = []
         self.result = recording.result
         self.found: dict[int, _Place | Tensor] = {}  # by ids of tensors
         for i, x in enumerate(recording.inputs):
             if isinstance(x, Tensor):
-                self.found[id(x)] = leaves[i].cpu() if numbers[i] else _Place("input", i)
+                self.found[id(x)] = given[i].cpu() if numbers[i] else _Place("input", i)
         for name, x in (recording.parameters | recording.buffers).items():
             self.found[id(x)] = _Place("state", name)
         for x, constant in recording.constants:
@@ -70,10 +68,10 @@ class _Rest:
             self._call(call)
 
     def of(self, tree: Any) -> list:
-        leaves = pytree.tree_leaves(tree)
-        if any(isinstance(x, Tensor) and id(x) not in self.found for x in leaves):
+        found = leaves(tree)
+        if any(isinstance(x, Tensor) and id(x) not in self.found for x in found):
             raise PlanError("a tensor has numbers that were made unseen")  # `trace` says where
-        return [self.found[id(x)] if isinstance(x, Tensor) else x for x in leaves]
+        return [self.found[id(x)] if isinstance(x, Tensor) else x for x in found]
 
     def _call(self, call: Call) -> None:
         values, results = self.of((call.args, call.kwargs)), pytree.tree_leaves(call.result)

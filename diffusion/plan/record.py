@@ -28,6 +28,7 @@ import triton_kernels
 from .composites import INSTEAD
 from .graph import PlanError
 from .results import known_result
+from .trees import flatten
 
 _ATEN = torch.ops.aten
 # Linear and matmul would be products of rearranged matrices, attention and dropout what PyTorch
@@ -102,7 +103,7 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
 
 
 def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: bool) -> Recording:
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves, spec = flatten((args, kwargs))
     differentiable = torch.is_grad_enabled()
     _refuse_hooks(module)
     with ExitStack() as stack:
@@ -119,17 +120,22 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
         inputs = [shapes.of(x) if isinstance(x, Tensor) else x for x in leaves]
         found = Recording(inputs, *states, differentiable)
         notes, places = _Notes(module, found, shapes), _places(module)
+        result_spec = None
 
-        def run(inputs: list, states: dict[str, Tensor]) -> Any:
+        def run(inputs: list, states: dict[str, Tensor]) -> list:
+            nonlocal result_spec
             args, kwargs = pytree.tree_unflatten(inputs, spec)
             states = {place: states[name] for place, name in places.items()}
             with _Functions(notes):
                 call = torch.func.functional_call
-                return call(module, states, args, kwargs, tie_weights=False)
+                result = call(module, states, args, kwargs, tie_weights=False)
+            leaves, result_spec = flatten(result)
+            return leaves
 
         with notes:
             try:
-                found.result = torch.func.functionalize(run)(inputs, states[0] | states[1])
+                result = torch.func.functionalize(run)(inputs, states[0] | states[1])
+                found.result = pytree.tree_unflatten(result, result_spec)
             except (ValueError, TypeError, PlanError, _Casts):
                 raise
             except Exception as error:

@@ -24,6 +24,7 @@ from .lower.arithmetic import ARITHMETIC, arithmetic
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood
 from .record import Call, Recording, record
+from .trees import flatten, holds_tensors, leaves
 from .views import View, whole
 
 
@@ -38,13 +39,13 @@ class Traced:
 
     def leaves(self, args: tuple, kwargs: dict) -> list[Tensor]:
         """The graph's inputs in a call."""
-        every = pytree.tree_leaves((args, kwargs))
+        every = leaves((args, kwargs))
         return [every[i] for i in self.given]
 
     def assemble(self, outputs: list[Tensor]) -> Any:
         """What the module would return."""
-        leaves = [outputs[r.at] if isinstance(r, _Output) else r for r in self.results]
-        return pytree.tree_unflatten(leaves, self.output_spec)
+        made = [outputs[r.at] if isinstance(r, _Output) else r for r in self.results]
+        return pytree.tree_unflatten(made, self.output_spec)
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ def trace(
 ) -> Traced:
     """The graph of module(*args, **kwargs) for arguments of these shapes and dtypes. PlanError:
     something in it has no place in a plan, or it does not let itself be traced."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    for i, x in enumerate(leaves):
+    for i, x in enumerate(leaves((args, kwargs))):
         if isinstance(x, Tensor) and x.numel() == 0:
             raise PlanError(f"its argument {i} is {list(x.shape)}: no plan is for empty tensors")
     with plain_layers(module, dtype):
@@ -142,12 +142,15 @@ class _Tracer:
         given = self._begin()
         for call in self.recording.calls:
             self._call(call)
-        leaves, spec = pytree.tree_flatten(self.recording.result)
+        result, spec = flatten(self.recording.result)
         results, outputs = [], []
-        for leaf in leaves:
+        for leaf in result:
             if isinstance(leaf, Tensor):
                 results.append(_Output(len(outputs)))
                 outputs.append(self.low.gather(self.made[id(leaf)]))
+            elif holds_tensors(leaf):
+                name = type(leaf).__name__
+                raise PlanError(f"the result has tensors in a {name}, into which no plan puts any")
             else:
                 results.append(leaf)
         self.graph.outputs, self.graph.source = outputs, ""

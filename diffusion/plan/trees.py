@@ -1,0 +1,75 @@
+"""Arguments and results of a module as trees: PyTorch's, in which dataclasses are branches too."""
+
+import dataclasses
+from collections.abc import Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+
+class _Fields:
+    """A dataclass while its tree is flattened."""
+
+    def __init__(self, instance: Any) -> None:
+        self.type = type(instance)
+        names = [f.name for f in dataclasses.fields(instance)]
+        self.names = tuple(name for name in names if hasattr(instance, name))
+        self.values = [_branches(getattr(instance, name)) for name in self.names]
+
+
+def _made(values: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+    kind, names = context
+    instance = kind.__new__(kind)  # neither __init__ nor __post_init__ takes its fields
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(instance, name, value)
+    return instance
+
+
+pytree.register_pytree_node(_Fields, lambda x: (x.values, (x.type, x.names)), _made)
+
+
+def _branches(tree: Any) -> Any:
+    return pytree.tree_map(lambda x: _Fields(x) if _is_dataclass(x) else x, tree)
+
+
+def _is_dataclass(x: Any) -> bool:
+    return dataclasses.is_dataclass(x) and not isinstance(x, type | dict | nn.Module)
+
+
+def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """Its leaves, and the tree without them, of which `pytree.tree_unflatten` makes it again."""
+    return pytree.tree_flatten(_branches(tree))
+
+
+def leaves(tree: Any) -> list[Any]:
+    return flatten(tree)[0]
+
+
+_SIMPLE = (Tensor, nn.Module, type, Enum, torch.dtype, torch.device, str, bytes, int, float)
+
+
+def holds_tensors(leaf: Any) -> bool:
+    """Whether a leaf that is an object, such as a distribution, has tensors among its attributes,
+    which a plan does not see."""
+    seen, rest = set(), [leaf]
+    while rest:
+        x = rest.pop()
+        if id(x) in seen or isinstance(x, _SIMPLE):
+            continue
+        seen.add(id(x))
+        inner = [*getattr(x, "__dict__", {}).values(), *_items(x)]
+        inner = pytree.tree_leaves(inner)
+        if any(isinstance(y, Tensor) for y in inner):
+            return True
+        rest += inner
+    return False
+
+
+def _items(x: Any) -> list[Any]:
+    """What an object has in slots, and a set in it."""
+    slots = [getattr(kind, "__slots__", ()) for kind in type(x).__mro__]
+    names = [n for given in slots for n in ((given,) if isinstance(given, str) else given)]
+    return [*(getattr(x, n, None) for n in names), *(x if isinstance(x, set | frozenset) else ())]
