@@ -71,6 +71,38 @@ for _name in _SECOND_NAMES:
     instead_of(*filter(None, _both))(_written(_name))
 
 
+@instead_of(F.dropout)
+def _dropout_in_place(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not (inplace and training and p):
+        return NotImplemented
+    return input.copy_(F.dropout(input, p))
+
+
+@instead_of(F.rrelu)
+def _rrelu(
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Tensor:
+    """In evaluation."""
+    return NotImplemented if training else F.leaky_relu(input, (lower + upper) / 2, inplace)
+
+
+@instead_of(F.dropout1d, F.dropout2d, F.dropout3d)
+def _dropout_of_channels(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Of whole channels [N, C, ...]: one draw for each."""
+    if input.ndim < 3 or inplace:
+        return NotImplemented
+    kept = torch.ones_like(input[:, :, *(slice(1),) * (input.ndim - 2)])
+    return input * F.dropout(kept, p, training)
+
+
 _OF_IMAGES = {"nearest": "nearest", "nearest-exact": "nearest-exact", "linear": "bilinear"}
 
 

@@ -56,7 +56,7 @@ class _Differentiation:
             if node.op == "detach":
                 continue  # what reads it asks for no gradient
             if any(value in self.needed for value in node.inputs.values()):
-                self.needed.update(v for v in node.outputs.values() if v.dtype.is_floating_point)
+                self.needed.update(v for v in node.outputs.values() if v.has_gradients)
         self.sent: dict[Value, list[Value | _Part]] = {}
         self.made: dict[tuple, Value] = {}  # sums, each once
 

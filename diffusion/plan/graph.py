@@ -146,9 +146,14 @@ class Value:
         return self.numel * self.dtype.itemsize
 
     @property
+    def has_gradients(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    @property
     def exact(self) -> torch.dtype:
         """What sums of it are kept in."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+        kept = self.dtype == torch.float64 or self.dtype.is_complex
+        return self.dtype if kept else torch.float32
 
     def __repr__(self) -> str:
         return f"{self.name}{list(self.shape)}"

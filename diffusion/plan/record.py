@@ -396,7 +396,9 @@ class _Functions(TorchFunctionMode):
             return
         if name == "requires_grad_" or function == Tensor.requires_grad.__set__:
             raise self._refused("requires_grad of a tensor, which the forward sets,")
-        if name == "detach_" or not isinstance(written, Tensor) or not written.is_floating_point():
+        if name == "detach_" or not isinstance(written, Tensor):
+            return
+        if not (written.is_floating_point() or written.is_complex()):
             return
         if not torch.is_grad_enabled():
             raise self._refused(f"{name} under no_grad")
@@ -429,12 +431,9 @@ class _Functions(TorchFunctionMode):
         """As the op has them, by place and by name; None: the call says more than the op can."""
         if target is _ATEN.dropout.default:  # of torch.nn.functional: p, training, inplace
             given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
-            p, training = given.get("p", 0.5), given.get("training", True)
-            if not given.get("inplace", False):
-                return (given["input"], p, training), {}
-            if p and training:
-                raise self._refused("dropout with inplace=True")
-            return None
+            if given.get("inplace", False):  # which drops nothing, see `composites`
+                return None
+            return (given["input"], given.get("p", 0.5), given.get("training", True)), {}
         return _in_order(target, args, kwargs)
 
 

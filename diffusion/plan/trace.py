@@ -20,7 +20,7 @@ from ..models.layers import Layer
 from .canonical import canonicalise
 from .graph import Graph, PlanError
 from .lower import by_pytorch, layers, shapes  # noqa: F401  they fill the table
-from .lower.arithmetic import ARITHMETIC, arithmetic
+from .lower.arithmetic import function, is_function
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood
 from .record import Call, Recording, record
@@ -183,6 +183,8 @@ class _Tracer:
         low.meta, self.graph.source = metas if several else call.result, call.source
         args, kwargs = pytree.tree_map_only(Tensor, self._found, (call.args, call.kwargs))
         lowering = lowering_of(low.name)
+        if is_function(call.target) and (lowering is None or _has_complex(lowering, call)):
+            lowering = function
         if lowering is None:
             raise low.refuse("is an op that")
         try:
@@ -205,6 +207,13 @@ class _Tracer:
         return self.made[id(x)]
 
 
+def _has_complex(lowering: Callable, call: Call) -> bool:
+    """Whether it computes with complex numbers, which no kernel and no gradient here does."""
+    tensors = pytree.tree_leaves((call.args, call.kwargs, call.result))
+    moves = lowering.__module__ == shapes.__name__
+    return not moves and any(isinstance(x, Tensor) and x.is_complex() for x in tensors)
+
+
 def op_name(target: torch._ops.OpOverload) -> str:
     """aten.conv2d of the overload aten.conv2d.default."""
     return f"{target.namespace}.{target._opname}"
@@ -212,7 +221,4 @@ def op_name(target: torch._ops.OpOverload) -> str:
 
 def lowering_of(name: str) -> Callable | None:
     """The line of the table for an op of this name."""
-    short = name.removeprefix("aten.")
-    if short in LOWERINGS:
-        return LOWERINGS[short]
-    return arithmetic if short in ARITHMETIC and name.startswith("aten.") else None
+    return LOWERINGS.get(name.removeprefix("aten."))

@@ -309,13 +309,18 @@ def test_a_layer_norm_of_16_bits_in_a_rehearsal():
     assert fast.weight.grad.dtype == torch.bfloat16
 
 
-def test_dropout_of_pytorch():
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout2d(0.5)]
+)
+def test_dropout_of_pytorch(layer):
     """Its gradient drops what its result dropped."""
-    net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Dropout(0.5))
-    fast, x = accelerate(net.train()), torch.ones(4, 3, 16, 16, requires_grad=True)
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), layer)
+    fast, x = accelerate(net.train()), torch.ones(64, 3, 4, 4, requires_grad=True)
     y = fast(x)
     (grad,) = torch.autograd.grad(y.sum(), net[0].bias)
     kept = y != 0
+    if isinstance(layer, nn.Dropout2d):
+        assert torch.equal(kept, kept[:, :, :1, :1].expand_as(kept))
     assert 0.4 < kept.float().mean() < 0.6
     assert torch.allclose(grad, 2.0 * kept.sum((0, 2, 3)))
     assert not torch.equal(fast(x), y)  # drawn anew

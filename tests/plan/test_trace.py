@@ -98,7 +98,8 @@ class Net(nn.Module):
 
 
 REFUSED = {
-    "an op that is in no table": (lambda net, x: torch.fft.rfft(x).real, "fft_rfft"),
+    "a random draw": (lambda net, x: x + torch.rand_like(x), "rand_like"),
+    "an op that reads memory": (lambda net, x: x.as_strided((2, 2), (1, 8)), "as_strided"),
     "a layer's op": (lambda net, x: net.recurrent(x[0])[0], "lstm"),
     "attention that drops": (
         lambda net, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),

@@ -1,7 +1,8 @@
-"""Sums and products of tensors, and small functions that a plan leaves to PyTorch."""
+"""Sums and products of tensors, and ops that a plan leaves to PyTorch."""
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,18 +11,6 @@ from ..graph import Value, numbered
 from ..views import View, whole
 from .shapes import to
 from .table import Lowering, call_arguments, each, lowers
-
-# Small functions that a plan leaves to PyTorch: what is computed of timesteps and labels
-ARITHMETIC = frozenset(
-    """
-    add addcmul arange bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift
-    bitwise_xor cumsum div empty empty_like eq fill flip floor_divide full full_like gather ge gt
-    hypot index index_select le lerp logical_and logical_not logical_or __lshift__ lt masked_fill
-    maximum minimum mul ne neg new_empty new_full new_ones new_zeros one_hot ones ones_like
-    _prelu_kernel remainder roll __rshift__ rsub scalar_tensor select_scatter slice_scatter sub
-    tril triu where zeros zeros_like
-    """.split()
-)
 
 
 @lowers("add", "sub", "rsub", "mul", "div", "neg")
@@ -127,6 +116,41 @@ def arithmetic(low: Lowering, *args: Any, **options: Any) -> Any:
         if not isinstance(fill, View):
             return whole(low.graph.constant(torch.full(tuple(shape), fill, dtype=dtype)))
     return whole(left(low, inputs, arguments, shape, options, low.target))
+
+
+@dataclass(frozen=True)
+class _Result:
+    """One of the tensors that an op makes, in memory of its own."""
+
+    op: torch._ops.OpOverload
+    at: int | None  # None: it makes one
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made = self.op(*args, **kwargs)
+        made = made if self.at is None else made[self.at]
+        return made.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def is_function(op: torch._ops.OpOverload) -> bool:
+    """Whether an op's results depend on the elements of its arguments alone."""
+    drawn = torch.Tag.nondeterministic_seeded in op.tags
+    in_memory = op._opname == "as_strided"  # which depends on where they lie, too
+    return op.namespace == "aten" and not (drawn or in_memory or op._schema.is_mutable)
+
+
+def function(low: Lowering, *args: Any, **options: Any) -> Any:
+    """A call that is in no table: of any op that `is_function`, in PyTorch. Of several results
+    each is a call, and those that nothing reads are none."""
+    returns, op = low.target._schema.returns, low.target
+    alone = not isinstance(low.meta, list)
+    if alone and not returns[0].alias_info:
+        return arithmetic(low, *args, **options)
+    several, made = low.meta, []
+    for at, low.meta in enumerate([several] if alone else several):
+        low.target = _Result(op, None if alone else at)
+        made.append(arithmetic(low, *args, **options))
+    low.meta, low.target = several, op
+    return made
 
 
 def left(

@@ -12,7 +12,7 @@ import torch
 
 from ..graph import Value
 from ..views import View, in_order, whole
-from .arithmetic import arithmetic, left
+from .arithmetic import arithmetic, function, left
 from .shapes import memory_order
 from .table import Lowering, each, lowers
 
@@ -113,7 +113,8 @@ def _as_it_is(low, *args, **options):
 
 @lowers("max_pool2d_with_indices")
 def _max_pool(low, x, *args):
-    """Without the indices: of several results PyTorch's autograd wants the call that has one."""
-    arguments = (0, *(("number", a) for a in args))
-    shape = tuple(low.meta[0].shape)
-    return whole(left(low, [low.gather(x)], arguments, shape, {}, _ATEN.max_pool2d.default))
+    """The indices are another call: of several results PyTorch's autograd wants one that has
+    one."""
+    arguments, pooled = (0, *(("number", a) for a in args)), _ATEN.max_pool2d.default
+    shape, indices = tuple(low.meta[0].shape), function(low, x, *args)[1]
+    return [whole(left(low, [low.gather(x)], arguments, shape, {}, pooled)), indices]

@@ -8,6 +8,7 @@ import torch
 from ..graph import Value
 from ..views import View, in_order, whole
 from .arithmetic import arithmetic
+from .shapes import memory_order
 from .table import Lowering, each, lowers
 
 ACTIVATIONS = ("relu", "silu", "gelu", "mish")
@@ -76,14 +77,16 @@ def _linear(low, x, weight, bias=None):
 
 
 @lowers("addmm")
-def _addmm(low, bias, x, weight):
+def _addmm(low, bias, x, weight, *, beta=1, alpha=1):
+    if (beta, alpha) != (1, 1) or bias.shape != weight.shape[1:]:
+        return arithmetic(low, bias, x, weight, beta=beta, alpha=alpha)
     return _linear_of(low, x, low.gather(weight.permute((1, 0))), low.gather(bias))
 
 
 @lowers("mm", "matmul")
 def _matmul(low, x, weight):
-    if len(weight.dims) != 2:
-        raise low.refuse(f"of {list(x.shape)} and {list(weight.shape)}")
+    if len(weight.dims) != 2:  # other products than a layer's
+        return arithmetic(low, x, weight)
     return _linear_of(low, x, low.gather(weight.permute((1, 0))), None)
 
 
@@ -214,6 +217,21 @@ def _avg_pool(low, x, window, stride=(), padding=0, ceil=False, counts=True, div
     n, c, p, q = low.meta.shape
     y = low.make("avg_pool", {"x": value}, (n, p, q, c), value.dtype, window=size)
     return whole(y).permute((0, 3, 1, 2))
+
+
+@lowers("constant_pad_nd")
+def _pad(low, x, amounts, value=0):
+    if value != 0 or min(amounts) < 0:
+        return arithmetic(low, x, amounts, value)
+    pads = [(0, 0)] * len(x.dims)
+    for i in range(len(amounts) // 2):
+        pads[-1 - i] = tuple(amounts[2 * i : 2 * i + 2])
+    order = memory_order(low.views.owned(x))
+    value = low.gather(x.permute(order))
+    pads = tuple(pads[i] for i in order)
+    shape = [n + sum(pad) for n, pad in zip(value.shape, pads, strict=True)]
+    y = low.make("pad", {"x": value}, shape, value.dtype, pads=pads)
+    return in_order(y, shape, order)
 
 
 @lowers("embedding")

@@ -13,7 +13,7 @@ def _same(low: Lowering, x: View) -> View:
 @lowers("detach")
 def detached(low: Lowering, x: View) -> View:
     """The view, to whose value no gradient is sent."""
-    fixed = x.value in low.graph.constants or not x.value.dtype.is_floating_point
+    fixed = x.value in low.graph.constants or not x.value.has_gradients
     if fixed or not low.differentiable:
         return x
     value = x.value
@@ -120,21 +120,6 @@ def to(low, x):
 def _copy(low, x, source):
     """What a tensor is after another was written over it."""
     return to(low, source.expand(x.shape))
-
-
-@lowers("constant_pad_nd")
-def _pad(low, x, amounts, value=0):
-    if value != 0 or min(amounts) < 0:
-        raise low.refuse(f"with {amounts}, {value}")
-    pads = [(0, 0)] * len(x.dims)
-    for i in range(len(amounts) // 2):
-        pads[-1 - i] = tuple(amounts[2 * i : 2 * i + 2])
-    order = memory_order(low.views.owned(x))
-    value = low.gather(x.permute(order))
-    pads = tuple(pads[i] for i in order)
-    shape = [n + sum(pad) for n, pad in zip(value.shape, pads, strict=True)]
-    y = low.make("pad", {"x": value}, shape, value.dtype, pads=pads)
-    return in_order(y, shape, order)
 
 
 def memory_order(x: View) -> list[int]:
