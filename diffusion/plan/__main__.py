@@ -155,7 +155,7 @@ def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip
     networks have the plan of `accelerate`, in train.py too, and what runs layer by layer."""
     if isinstance(network, UNet1d) and not trains:
         n, length, _ = args[0].shape
-        return real_time_plan(network, n, length, fused_ops, gpu.gpu).plan
+        return real_time_plan(network, n, length, fused_ops, gpu.gpu)
     kernels = step_kernels(network.backend)
     if trains or not isinstance(network, UNet) or kernels is None:
         return plan(network, args, kwargs, trains=trains)
@@ -163,7 +163,7 @@ def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip
     device = args[0].device
     shape, context = torch.Size((n, h, w, c)), parts_of(args[2] if len(args) > 2 else None).context
     tokens = 0 if context is None else context.shape[1]
-    return sampling_plan(network, shape, device, kernels, gpu.gpu, tokens).plan
+    return sampling_plan(network, shape, device, kernels, gpu.gpu, tokens)
 
 
 def main(arguments: list[str]) -> None:

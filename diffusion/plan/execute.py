@@ -1,5 +1,5 @@
-"""Runs a list: `run` of nodes, `run_moves` of moves with streams. Both release each value after its
-last reader."""
+"""Runs a list: `run` of nodes, `run_moves` of moves, on their streams, which releases each value
+after its last reader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,16 +15,11 @@ from .moves import Move
 def run(
     nodes: Iterable[Node],
     values: dict[Value, Tensor],
-    last: Mapping[Node, tuple[Value, ...]] | None = None,  # what each node is the last to read
-    launch: Callable[[Node, Mapping], dict] | None = None,  # None: on the reference kernels
+    launch: Callable[[Node, Mapping], dict] = launch_reference,
 ) -> dict[Value, Tensor]:
-    """Launch the nodes in their order. `values` has what they begin with, and gets what they make,
-    but for what `last` says nobody reads any more."""
-    launch = launch or launch_reference
+    """Launch the nodes in their order. `values` has what they begin with, and gets results."""
     for node in nodes:
         values.update(launch(node, values))
-        for value in last.get(node, ()) if last is not None else ():
-            values.pop(value, None)
     return values
 
 
@@ -38,8 +33,7 @@ def run_moves(
     others."""
     for move in moves:
         with streams.on(move):
-            for node in move.all_nodes:
-                values.update(launch(node, values))
+            run(move.all_nodes, values, launch)
         for value in move.dying:
             values.pop(value, None)
     streams.join()

@@ -6,7 +6,6 @@ a context. Values that depend only on parameters are computed once.
 """
 
 import logging
-from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -30,12 +29,12 @@ from ..sampling.serialize import turn
 from .build import Plan
 from .calls.table import filters, launcher_of
 from .embedding import TOGETHER, EmbeddingLayers, linears, projection_columns, projections
-from .execute import run
+from .evaluation import Evaluation
 from .fuse.rows import fuse, prepare
 from .graph import Graph, Value
 from .join.rules import join
 from .norms import split_norms
-from .schedule import last_readers, schedule
+from .schedule import schedule
 from .step.network import TrainingUNet, step_kernels
 from .trace import trace
 
@@ -81,7 +80,7 @@ class InferenceUNet:
         self.num_labels = model.label_emb.num_embeddings if model.num_classes is not None else 1
         self._kept: tuple[Tensor, Tensor] | None = None  # timesteps, and the table of all classes
         # by the shapes of images and of the mask of a context
-        self._evaluations: dict[tuple, _Evaluation] = {}
+        self._evaluations: dict[tuple, Evaluation] = {}
         self._context = [f"{name}.kv" for name in context_blocks(model)]
         self._fixed: dict[str, Tensor] = {}  # what parameters alone make, by what it is
 
@@ -185,7 +184,8 @@ class InferenceUNet:
             image, emb, cleared = self._begin(x, evaluation, *table)
             if not table:
                 emb = self.embedding(first[row.expand(len(x))], from_tables(given), None, 0)
-            return evaluation(image, emb.expand(len(x), -1), cleared, context)
+            given = image, emb.expand(len(x), -1), *context, cleared
+            return evaluation(dict(zip(evaluation.inputs, given, strict=True)))
 
     @torch.no_grad()
     def __call__(self, x: Tensor, t: Tensor, labels: Given = None) -> Tensor:
@@ -194,85 +194,29 @@ class InferenceUNet:
         evaluation = self._evaluation(x, *context[:1])
         with turn(x.device):
             image, _, cleared = self._begin(x, evaluation)
-            return evaluation(image, self.embedding(t, labels, None, 0), cleared, context)
+            given = image, self.embedding(t, labels, None, 0), *context, cleared
+            return evaluation(dict(zip(evaluation.inputs, given, strict=True)))
 
-    def _begin(self, x: Tensor, evaluation: "_Evaluation", *table: Tensor) -> tuple:
+    def _begin(self, x: Tensor, evaluation: Evaluation, *table: Tensor) -> tuple:
         """The image as the plan takes it, a row of the table, and words that are zero: one launch,
         before anything that waits for one of those words."""
-        image, words = evaluation.image, evaluation.words
+        image, *_, zeros = evaluation.inputs
+        (words,) = zeros.shape
         cleared = _empty(words, dtype=torch.int64, device=x.device) if words else None
         made = self.kernels.begin_step(x, image.shape[3], image.dtype, *table, cleared=cleared)
         return *made, cleared
 
-    def _evaluation(self, x: Tensor, mask: Tensor | None = None) -> "_Evaluation":
+    def _evaluation(self, x: Tensor, mask: Tensor | None = None) -> Evaluation:
         tokens = 0 if mask is None else mask.shape[1]
         shape = *x.shape, tokens
         if shape not in self._evaluations:
-            self._evaluations[shape] = self._made(x, tokens)
+            made = sampling_plan(self.model, x.shape, x.device, self.kernels, tokens=tokens)
+            launch = launcher_of(self.kernels)
+            self._evaluations[shape] = Evaluation(made, self.parameters, launch, known=self._fixed)
         return self._evaluations[shape]
-
-    def _made(self, x: Tensor, tokens: int) -> "_Evaluation":
-        planned = sampling_plan(self.model, x.shape, x.device, self.kernels, tokens=tokens)
-        graph, made = planned.plan.graph, planned.plan.schedule
-        launch = launcher_of(self.kernels)
-        known = self.parameters  # but for buffers, which only the embedding reads
-        values = {value: known[name] for name, value in graph.parameters.items() if name in known}
-        values |= {value: tensor.to(x.device) for value, tensor in graph.constants.items()}
-        keys = {value: name for name, value in graph.parameters.items()}
-        keys |= {value: f"constant {i} of {shape_of(x)}" for i, value in enumerate(graph.constants)}
-        for node in made.nodes:
-            if node not in made.fixed:
-                continue
-            inputs = ", ".join(f"{role}={keys[value]}" for role, value in node.inputs.items())
-            key = f"{node.op}({inputs}; {sorted(node.attrs.items())})"
-            keys |= {value: f"{key}.{role}" for role, value in node.outputs.items()}
-            if not all(keys[value] in self._fixed for value in node.outputs.values()):
-                for value, tensor in launch(node, values).items():
-                    self._fixed[keys[value]] = filters(tensor) if tensor.ndim == 4 else tensor
-            values |= {value: self._fixed[keys[value]] for value in node.outputs.values()}
-        return _Evaluation(planned, values, launch)
-
-
-def shape_of(x: Tensor) -> str:
-    return "x".join(map(str, x.shape))
-
-
-class _Evaluation:
-    """The plan for images of one shape, with what is computed once."""
-
-    def __init__(self, planned: "SamplingPlan", values: dict[Value, Tensor], launch) -> None:
-        made = planned.plan.schedule
-        self.image, self.emb, self.zeros = planned.image, planned.emb, planned.zeros
-        self.context = planned.context
-        self.words = 0 if self.zeros is None else self.zeros.shape[0]
-        self.nodes = [node for node in made.nodes if node not in made.fixed]
-        read = {value for node in self.nodes for value in node.inputs.values()}
-        self.values = {value: x for value, x in values.items() if value in read}
-        self.result, self.launch = planned.plan.graph.outputs[0], launch
-        self.last = last_readers(self.nodes, {self.result, *self.values})
-
-    def __call__(
-        self, image: Tensor, emb: Tensor, cleared: Tensor | None, context: tuple[Tensor, ...]
-    ) -> Tensor:
-        values = self.values | {self.image: image, self.emb: emb}
-        values |= dict(zip(self.context, context, strict=True))
-        if self.zeros is not None:
-            values[self.zeros] = cleared
-        return run(self.nodes, values, self.last, self.launch)[self.result]
 
 
 # --- the plan -------------------------------------------------------------------------------------
-
-
-@dataclass
-class SamplingPlan:
-    """The plan of an evaluation, and what it begins with."""
-
-    plan: Plan
-    image: Value  # [N, H, W, C], in the backend's precision, with zeros behind its channels
-    emb: Value  # float32 [N, E]: every block's projection of the embedding
-    zeros: Value | None  # int64 words, through which programs synchronise
-    context: tuple[Value, ...]  # the mask of its tokens, and of each block keys and values
 
 
 class _Nhwc(nn.Module):
@@ -296,8 +240,13 @@ def sampling_plan(
     kernels: ModuleType,  # `triton_kernels.fused_ops` or its reference
     gpu: Device | None = None,  # None: what is there
     tokens: int = 2,  # of a context, if the model has one, with the null token
-) -> SamplingPlan:
-    """The plan of `model.forward_nhwc` for images of this shape."""
+) -> Plan:
+    """The plan of `model.forward_nhwc` for images of this shape. Its inputs are
+
+    - the image [N, H, W, C], as it is multiplied, with zeros behind its channels,
+    - every block's projection of the embedding, float32 [N, E],
+    - of a network with a context the mask of its tokens, and keys and values of each block,
+    - int64 words that are zero, through which programs synchronise: none, if none does."""
     x, t = (
         torch.empty(shape, device=device),
         torch.zeros(shape[0], dtype=torch.int64, device=device),
@@ -319,22 +268,22 @@ def sampling_plan(
     fuse(graph, None)
     image = _cut_image(graph)
     emb = _cut_embedding(graph, projection_columns(model), shape[0])
-    tokens = _cut_context(graph, context_blocks(model))
-    graph.inputs = [image, emb, *tokens]
+    beside = _cut_context(graph, context_blocks(model))
+    graph.inputs = [image, emb, *beside]
     graph.prune()
     gpu = describe(device) if gpu is None else gpu
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     in_32_bits = model.backend.dtype == torch.float32
     if not in_32_bits:  # in which the joined kernels do not multiply, nor round operands to TF32
         join(graph, parameters, kernels, gpu)
-    zeros = _zeros(graph)
+    graph.inputs.append(_zeros(graph))
     graph.check()
     for node in graph.nodes:
         node.tf32 = model.backend.allow_tf32 or not in_32_bits
     made = schedule(graph)
     graph.nodes = made.nodes
     graph.rename()
-    return SamplingPlan(Plan(traced, made, None), image, emb, zeros, tokens)
+    return Plan(traced, made, None)
 
 
 def _cut_image(graph: Graph) -> Value:
@@ -377,17 +326,14 @@ def context_blocks(model: UNet) -> list[str]:
     return [name for name, module in found if isinstance(module, CrossAttentionBlock)]
 
 
-def _zeros(graph: Graph) -> Value | None:
+def _zeros(graph: Graph) -> Value:
     """Words for every launch whose programs synchronise, side by side."""
     taken, nodes = 0, [node for node in graph.nodes if "count" in node.attrs]
     for node in nodes:
         count = node.attrs.pop("count")
         node.attrs["words"] = (taken, taken + count)
         taken += count
-    if not taken:
-        return None
     zeros = graph.value("zeros", (taken,), torch.int64)
-    graph.inputs.append(zeros)
     for node in nodes:
         node.inputs["zeros"] = zeros
     return zeros

@@ -9,7 +9,6 @@ changes of the parameters have no effect.
 """
 
 import logging
-from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -21,10 +20,10 @@ from triton_kernels.runtime.device import Device, describe
 from ..models.unet1d import UNet1d
 from .build import Plan
 from .calls.table import launcher_of
-from .execute import run
+from .evaluation import Evaluation
 from .graph import Node, PlanError, Value
 from .join.stages import MAX_LENGTH, stages
-from .schedule import last_readers, schedule
+from .schedule import schedule
 from .trace import trace
 
 log = logging.getLogger(__name__)
@@ -48,17 +47,6 @@ def _check_length(length: int) -> None:
         raise PlanError(f"chunks of {length} time steps; at most {MAX_LENGTH}")
 
 
-@dataclass
-class RealTimePlan:
-    """The plan of an evaluation, and what it begins with."""
-
-    plan: Plan
-    image: Value  # [N, 1, T, C]
-    emb: Value  # [N, E], of the diffusion steps
-    cond: Value | None  # [N, G]
-    row: Value  # int64 [1], or None
-
-
 class _FromEmbedding(nn.Module):
     """What is traced."""
 
@@ -77,9 +65,11 @@ def real_time_plan(
     kernels: ModuleType,  # `triton_kernels.fused_ops` or its reference
     gpu: Device,
     batched_from: int | None = None,  # samples with two launches a layer; None: as is quicker
-) -> RealTimePlan:
-    """The plan of `model.forward_nhwc`; what it launches does for other n and lengths, too.
-    PlanError: the kernels have no place for a layer."""
+) -> Plan:
+    """The plan of `model.forward_nhwc`; what it launches does for other n and lengths, too. Its
+    inputs are the image [N, 1, T, C], the embedding of the diffusion steps [N, E], the condition
+    [N, G] if the model has one, and the row of the steps' table that all samples take, int64 [1],
+    or None where each has its own. PlanError: the kernels have no place for a layer."""
     backend = model.backend
     p = next(model.parameters())
     # norms, biases and sums are float32, and float64 in tests of the reference
@@ -90,8 +80,8 @@ def real_time_plan(
     module = _FromEmbedding(model)
     traced = trace(module, args, dtype=wide)
     graph = traced.graph
-    image, emb, *cond = graph.inputs
-    row = stages(
+    emb = graph.inputs[1]
+    stages(
         graph,
         dict(module.named_parameters()) | dict(module.named_buffers()),
         kernels,
@@ -103,7 +93,7 @@ def real_time_plan(
     made = schedule(graph)
     graph.rename()
     graph.why = {node.out: _why(node, emb) for node in graph.nodes}
-    return RealTimePlan(Plan(traced, made, None), image, emb, cond[0] if cond else None, row)
+    return Plan(traced, made, None)
 
 
 def _why(node: Node, emb: Value) -> list[str]:
@@ -132,55 +122,32 @@ class InferenceUNet1d:
         self.model = model
         device = next(model.parameters()).device
         gpu = describe(device) if gpu is None else gpu
-        self.planned = real_time_plan(model, 2, 4 * model.factor, kernels, gpu, batched_from)
-        self.launch = launcher_of(kernels)
-        self._kept: tuple[Tensor, Tensor] | None = None  # timesteps and what they contribute
-        self._bind()
-
-    @torch.no_grad()
-    def _bind(self) -> None:
-        """Make what depends on parameters alone, and know what depends on which input."""
-        planned, made = self.planned, self.planned.plan.schedule
-        graph = planned.plan.graph
-        state = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        self.wide = planned.emb.dtype
-        values = {
-            value: state[name.removeprefix("model.")].detach().to(
-                self.wide, memory_format=torch.contiguous_format, copy=True
+        made = real_time_plan(model, 2, 4 * model.factor, kernels, gpu, batched_from)
+        self.image, self.emb, *self.cond, self.row = made.graph.inputs
+        state = dict(model.named_parameters()) | dict(model.named_buffers())
+        parameters = {
+            name: state[name.removeprefix("model.")].detach().to(
+                self.emb.dtype, memory_format=torch.contiguous_format, copy=True
             )
-            for name, value in graph.parameters.items()
+            for name in made.graph.parameters
         }  # fmt: skip
-        device = next(self.model.parameters()).device
-        values |= {value: tensor.to(device) for value, tensor in graph.constants.items()}
-        fixed = [node for node in made.nodes if node in made.fixed]
-        rest = [node for node in made.nodes if node not in made.fixed]
-        read = {value for node in rest for value in node.inputs.values()}
-        run(fixed, values, last_readers(fixed, read), self.launch)
-        self.values = {value: x for value, x in values.items() if value in read}
-        self.of_steps = _reading(rest, self.values, planned.emb)
-        self.of_condition = _reading(rest, self.values, planned.cond)
-        before = {*self.of_steps, *self.of_condition}
-        of_row = [node for node in rest if node not in before]
-        kept = {*self.values, *(node.out for node in before), *graph.outputs}
-        kept |= {planned.image, planned.row}
-        of_samples = [_without(node, planned.row) for node in of_row]
-        self.of_row, self.of_samples = (
-            (nodes, last_readers(nodes, kept)) for nodes in (of_row, of_samples)
-        )
+        with torch.no_grad():
+            shared = self.emb, *self.cond
+            self.evaluation = Evaluation(made, parameters, launcher_of(kernels), shared)
+        self._kept: tuple[Tensor, Tensor] | None = None  # timesteps and what they contribute
 
     # --- FiLM -------------------------------------------------------------------------------------
 
     def film_of_steps(self, t: Tensor) -> Tensor:  # [R] -> float32 [R, F]
         """What the diffusion steps t contribute to every block's scale and shift."""
-        return self._film(self.of_steps, self.planned.emb, self.model.embed(t))
+        return self._film(self.emb, self.model.embed(t))
 
     def film_of_condition(self, cond: Tensor) -> Tensor:  # float [N, G] -> float32 [N, F]
         """What the conditions contribute to it."""
-        return self._film(self.of_condition, self.planned.cond, cond)
+        return self._film(*self.cond, cond)
 
-    def _film(self, nodes: list[Node], given: Value, x: Tensor) -> Tensor:
-        values = self.values | {given: x.to(self.wide).contiguous()}
-        return run(nodes, values, None, self.launch)[nodes[-1].out]
+    def _film(self, given: Value, x: Tensor) -> Tensor:
+        return self.evaluation.part(given, x.to(given.dtype).contiguous())
 
     @torch.no_grad()
     def tabulate(
@@ -218,27 +185,8 @@ class InferenceUNet1d:
         captured for each step of a chain."""
         _check_length(x.shape[2])
         if len(x) == 0:
-            return torch.empty_like(x, dtype=self.wide)
-        planned = self.planned
-        projected = [nodes[-1].out for nodes in (self.of_steps, self.of_condition) if nodes]
-        values = self.values | dict(zip(projected, tables, strict=True))
-        values[planned.image] = x.to(self.wide).contiguous()
-        if row is not None:
-            values[planned.row] = row
-        nodes, last = self.of_samples if row is None else self.of_row
-        return run(nodes, values, last, self.launch)[planned.plan.graph.outputs[0]]
-
-
-def _without(node: Node, value: Value) -> Node:
-    return replace(node, inputs={role: v for role, v in node.inputs.items() if v is not value})
-
-
-def _reading(nodes: list[Node], known: dict[Value, Tensor], given: Value | None) -> list[Node]:
-    """Those that depend on this input and on what is known, and on nothing else."""
-    there, found = {*known, given}, []
-    for node in nodes:
-        values = node.inputs.values()
-        if all(value in there for value in values) and any(value not in known for value in values):
-            there.update(node.outputs.values())
-            found.append(node)
-    return found
+            return torch.empty_like(x, dtype=self.image.dtype)
+        projected = [nodes[-1].out for nodes in self.evaluation.parts.values()]
+        given = dict(zip(projected, tables, strict=True))
+        given |= {self.image: x.to(self.image.dtype).contiguous(), self.row: row}
+        return self.evaluation(given)

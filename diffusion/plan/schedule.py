@@ -1,7 +1,7 @@
 """The schedule of a plan: its nodes in their order (`order`), on streams, with the lives of values
 (`streams`), and the peak memory that follows."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .graph import Graph, Node, Value
@@ -55,19 +55,6 @@ def schedule(
     let_go([*forward, *backward], kept)
     placed = () if step is None else set(step.placed)
     return Schedule(forward, backward, set(fixed_nodes(graph, ahead)), placed)
-
-
-def last_readers(nodes: Iterable[Node], kept: set[Value]) -> dict[Node, tuple[Value, ...]]:
-    """The values that die with each node, where nodes are run one by one."""
-    last: dict[Value, Node] = {}
-    for node in nodes:
-        for value in (*node.inputs.values(), *node.outputs.values()):
-            last[value] = node
-    dying: dict[Node, list[Value]] = {}
-    for value, node in last.items():
-        if value not in kept:
-            dying.setdefault(node, []).append(value)
-    return {node: tuple(values) for node, values in dying.items()}
 
 
 def fixed_nodes(graph: Graph, forward: Sequence[Node]) -> dict[Node, None]:

@@ -123,7 +123,7 @@ def test_where_two_launches_a_layer_begin(monkeypatch):
     set_backend(model, TRITON)
 
     def begins(given=None) -> int:
-        graph = real_time_plan(model, 1, 8, fused_ops, HOPPER, given).plan.graph
+        graph = real_time_plan(model, 1, 8, fused_ops, HOPPER, given).graph
         (found,) = {n.attrs["batched_from"] for n in graph.nodes if n.op == "stage"}
         return found
 

@@ -5,11 +5,10 @@ import torch
 
 from diffusion.plan.build import plan
 from diffusion.plan.calls.table import launch_reference
-from diffusion.plan.execute import run
+from diffusion.plan.execute import Streams, run_moves
 from diffusion.plan.fuse.rows import ROWS, leaving_out
 from diffusion.plan.graph import JOINED
 from diffusion.plan.moves import nodes_of
-from diffusion.plan.schedule import last_readers
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
 from triton_kernels import fused_ops
@@ -17,6 +16,7 @@ from triton_kernels.reference import fused
 from triton_kernels.runtime.device import Device
 
 GPU = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True, arch=90)
+CPU = torch.device("cpu")
 
 
 def evaluated(name):
@@ -31,8 +31,7 @@ def evaluated(name):
     values |= {v: tensors[name].detach() for name, v in made.graph.parameters.items()}
     with torch.no_grad():
         expected = module(*args, **kwargs)
-        nodes = made.schedule.nodes
-        run(nodes, values, last_readers(nodes, set(made.graph.outputs)), launch_reference)
+        run_moves(made.schedule.forward, values, Streams(CPU, others=0), launch_reference)
     y = made.traced.assemble([values[v] for v in made.graph.outputs])
     y, expected = (v if torch.is_tensor(v) else v[0] for v in (y, expected))
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)

@@ -19,7 +19,7 @@ found = {}
 for batch in (1, 16):
     network, args, _ = example("unet64", batch, "", "bf16")
     shape, cpu, gpu = torch.Size((batch, 64, 64, 3)), torch.device("cpu"), chip("h200")
-    made = sampling_plan(network.eval(), shape, cpu, fused_ops, gpu.gpu).plan
+    made = sampling_plan(network.eval(), shape, cpu, fused_ops, gpu.gpu)
     nodes = [n for n in made.schedule.nodes if n not in made.schedule.fixed and n.op != "columns"]
     kernels = launched(made, gpu)
     found[batch] = {

@@ -74,7 +74,8 @@ class Launcher:
             value.dtype == torch.float64 for value in node.outputs.values()
         ):
             return launch_reference(node, values)
-        given = Inputs((role, self._read(values[value])) for role, value in node.inputs.items())
+        read = ((role, values[value]) for role, value in node.inputs.items())
+        given = Inputs((role, self._read(x)) for role, x in read if x is not None)
         placed = node.outputs.items() if self.sums is not None else ()
         given.into = {role: values[value] for role, value in placed if value in values}
         if "rng" in given:

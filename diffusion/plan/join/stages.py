@@ -22,7 +22,7 @@ from triton_kernels.runtime.device import Device
 
 from ..calls.table import launcher_of
 from ..dry_run import DryRun, nothing_launched
-from ..graph import Graph, PlanError, Value
+from ..graph import Graph, PlanError
 from ..schedule import fixed_nodes
 from .film import films
 from .stage_rules import RULES
@@ -42,9 +42,9 @@ def stages(
     dtype: torch.dtype,  # of what is multiplied
     tf32: bool,
     batched_from: int | None = None,  # samples with two launches a layer; None: see _BATCHED_FROM
-) -> Value:
-    """Rewrite the graph in place; its new input: which row of the table all samples take, int64
-    [1], or None where each has its own. The nodes do for any number of samples and positions.
+) -> None:
+    """Rewrite the graph in place. Its last input is new: which row of the table all samples take,
+    int64 [1], or None where each has its own. The nodes do for any number of samples and positions.
     PlanError: the kernels have no place for something, and which line of the module it is."""
     fixed = list(fixed_nodes(graph, graph.nodes))
     found = films(graph, graph.inputs[1:], dtype, tf32)
@@ -60,7 +60,6 @@ def stages(
     with nothing_launched(gpu):
         _dry_run(graph, parameters, launcher_of(kernels), batched_from)
     graph.check()
-    return work.row
 
 
 def _dry_run(graph: Graph, parameters: dict, launch, batched_from: int | None) -> None:

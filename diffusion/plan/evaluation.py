@@ -1,0 +1,85 @@
+"""A plan without gradients, bound to the parameters of its module: what samplers and policies run.
+
+A node is launched as soon as what it reads is known:
+
+    parameters and constants alone      once, when the plan is bound
+    an input that many calls share      when that is known (`part`), such as the diffusion steps
+    anything else                       in every call
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import Tensor
+
+from .build import Plan
+from .calls.table import Launcher, filters
+from .execute import Streams, run, run_moves
+from .graph import Node, Value
+
+
+class Evaluation:
+    """What a plan computes, but for what has been computed before."""
+
+    def __init__(
+        self,
+        made: Plan,
+        parameters: Mapping[str, Tensor],  # by the graph's names; nobody may change them
+        launch: Launcher,
+        shared: Sequence[Value] = (),  # inputs that many calls share
+        known: dict[str, Tensor] | None = None,  # what plans have made of these parameters
+    ) -> None:
+        self.inputs, self.launch, fixed = made.graph.inputs, launch, made.schedule.fixed
+        (self.result,) = made.graph.outputs
+        rest = [node for node in made.schedule.nodes if node not in fixed]
+        read = {value for node in rest for value in node.inputs.values()}
+        found = _of_parameters(made, parameters, launch, {} if known is None else known)
+        self.values = {value: x for value, x in found.items() if value in read}
+        self.parts = {value: _reading(rest, self.values, value) for value in shared}
+        before = fixed.union(*self.parts.values())
+        self.moves = [move for move in made.schedule.forward if not before.issuperset(move.nodes)]
+        self.streams = Streams(next(iter(parameters.values())).device, others=0)
+
+    def part(self, given: Value, x: Tensor) -> Tensor:
+        """What nodes make of this shared input alone, to be given for the last one's result."""
+        nodes = self.parts[given]
+        return run(nodes, self.values | {given: x}, self.launch)[nodes[-1].out]
+
+    def __call__(self, given: Mapping[Value, Tensor | None]) -> Tensor:
+        """The result of these inputs, and of parts. An input that a call does not have is None."""
+        values = self.values | given
+        return run_moves(self.moves, values, self.streams, self.launch)[self.result]
+
+
+def _of_parameters(
+    made: Plan, parameters: Mapping[str, Tensor], launch: Launcher, known: dict[str, Tensor]
+) -> dict[Value, Tensor]:
+    """Parameters, constants and what is made of these alone, which is `known` by how it is made."""
+    graph, device = made.graph, next(iter(parameters.values())).device
+    # without what is no longer read, such as buffers of an embedding's layers
+    values = {v: parameters[name] for name, v in graph.parameters.items() if name in parameters}
+    values |= {value: tensor.to(device) for value, tensor in graph.constants.items()}
+    shapes = [value.shape for value in graph.inputs]
+    keys = {value: name for name, value in graph.parameters.items()}
+    keys |= {value: f"constant {i} of {shapes}" for i, value in enumerate(graph.constants)}
+    for node in made.schedule.nodes:
+        if node not in made.schedule.fixed:
+            continue
+        inputs = ", ".join(f"{role}={keys[value]}" for role, value in node.inputs.items())
+        key = f"{node.op}({inputs}; {sorted(node.attrs.items())})"
+        keys |= {value: f"{key}.{role}" for role, value in node.outputs.items()}
+        if not all(keys[value] in known for value in node.outputs.values()):
+            for value, tensor in launch(node, values).items():
+                known[keys[value]] = filters(tensor) if tensor.ndim == 4 else tensor
+        values |= {value: known[keys[value]] for value in node.outputs.values()}
+    return values
+
+
+def _reading(nodes: Sequence[Node], known: Collection[Value], given: Value) -> list[Node]:
+    """Those that depend on this input and on what is known, and on nothing else."""
+    there, found = {*known, given}, []
+    for node in nodes:
+        values = node.inputs.values()
+        if all(value in there for value in values) and any(value not in known for value in values):
+            there.update(node.outputs.values())
+            found.append(node)
+    return found
