@@ -79,6 +79,7 @@ def _sum_group_kernel(
     TILE_CI: tl.constexpr,
     TAPS: tl.constexpr,
     PARTS: tl.constexpr,  # of a program, at most
+    EVEN: tl.constexpr,  # as many programs for each block: a program has parts of one block
     ACCUMULATE: tl.constexpr,  # add to what is there
     BLOCK_S: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -98,14 +99,21 @@ def _sum_group_kernel(
         blocks += _blocks(gradients[i][0], gradients[i][1], TILE_CO, TILE_CI)
     blocks -= whole
 
-    # the programs that have the block's first tile and its last, of pieces [p, p + 1) total / P
-    total = (blocks * tiles).to(tl.int64)
-    first = ((block.to(tl.int64) * tiles + 1) * programs - 1) // total
-    last = ((block + 1).to(tl.int64) * tiles * programs - 1) // total
+    # the programs that have the block's first tile and its last
+    if EVEN:
+        first = block * (programs // blocks)
+        last = first + programs // blocks - 1
+        second = 0
+    else:  # of pieces [p, p + 1) total / P; few divisions, since those of 64 bits are slow
+        total = (blocks * tiles).to(tl.int64)
+        first = ((block.to(tl.int64) * tiles + 1) * programs - 1) // total
+        last = ((block + 1).to(tl.int64) * tiles * programs - 1) // total
+        # the first one's second part, if its piece begins in the block before
+        second = (first * total // programs < block.to(tl.int64) * tiles).to(tl.int32)
     acc = tl.zeros([BLOCK_S, BLOCK], dtype=tl.float32)
     for program in range(first, last + 1, BLOCK_S):
         offs_p = program + tl.arange(0, BLOCK_S)
-        part = offs_p * PARTS + block - offs_p * total // programs // tiles
+        part = offs_p.to(tl.int64) * PARTS + tl.where(offs_p == first, second, 0)
         rows = part_ptr + part[:, None] * NUMBERS
         acc += tl.load(rows + offs[None, :], mask=(offs_p <= last)[:, None], other=0.0)
     result = tl.sum(acc, axis=0)
@@ -132,6 +140,8 @@ def sum_group(
     assert len(outs) <= MOST
     blocks = sum(-(-o.shape[0] // tile_co) * -(-o.shape[1] // tile_ci) for o in outs) - whole
     assert blocks <= programs <= blocks * tiles  # else there are more than two parts a program
+    even = programs % blocks == 0
+    assert even or most_parts == 2
     most = -(-programs // blocks) + most_parts - 1  # parts of a sum: of two blocks, one more
     block_s = min(triton.next_power_of_2(most), 16)  # as in `column_sum`
     numbers = tile_co * taps * tile_ci
@@ -148,6 +158,7 @@ def sum_group(
         TILE_CI=tile_ci,
         TAPS=taps,
         PARTS=most_parts,
+        EVEN=even,
         ACCUMULATE=accumulate,
         BLOCK_S=block_s,
         BLOCK=block,
