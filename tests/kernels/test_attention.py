@@ -15,6 +15,7 @@ from triton_kernels.attention.configs import (
 from triton_kernels.attention.launch import attention_bwd
 from triton_kernels.attention.tiles import (
     BWD_CONFIGS,
+    BWD_WIDE,
     FWD_CONFIGS,
     bwd_config,
     fwd_config,
@@ -224,7 +225,7 @@ def test_fwd_config(config, shape, device):
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1) / math.log(2), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("config", distinct(BWD_CONFIGS), ids=str)
+@pytest.mark.parametrize("config", distinct((*BWD_CONFIGS, BWD_WIDE)), ids=str)
 @pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
 def test_bwd_config(config, shape, device):
     if config.one_pass and config.keep < shape[1]:
@@ -421,6 +422,22 @@ def test_gpu_bwd_config(config, shape, device):
         dqkv = attention_bwd(do, qkv, o, lse, *arguments, config)
         assert_close("dqkv", dqkv, exact, budget)
     check_rows(do, qkv, arguments, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("shape", [(16, 256, 1, 256), (3, 200, 2, 192), (2, 16, 2, 160)], ids=str)
+def test_gpu_wide_heads(shape, dtype, device):
+    """As they are selected, several times."""
+    heads, arguments = shape[2], (shape[2], "qkv_heads", False)
+    qkv, do = make(*shape, dtype, device)
+    exact, budgets = expected_and_budgets(qkv, do, heads)
+    for _ in range(RUNS_ON_GPU):
+        o, lse = attention_fwd(qkv, *arguments)
+        dqkv = attention_bwd(do, qkv, o, lse, *arguments)
+        for name, y, wanted, budget in zip(("o", "dqkv"), (o, dqkv), exact, budgets, strict=True):
+            assert_close(name, y, wanted, budget)
+    check_rows(do, qkv, arguments, None)
 
 
 HEAD_SHAPES = {
