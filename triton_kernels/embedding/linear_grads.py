@@ -20,6 +20,10 @@ from ..tf32 import dot_of_split
 # two parts of every number in registers
 _BLOCKS = {True: 64, False: 32}
 
+# A handful of samples are one round, or few: to load the next one meanwhile takes registers, with
+# which half as many programs fit a multiprocessor
+_STAGES = 1
+
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
@@ -102,7 +106,7 @@ def linear_grads(
     block_n = max(16, min(triton.next_power_of_2(n), block))
     _linear_grads_kernel[(blocks * triton.cdiv(ci, block),)](
         x, dy, weight, grad_weight, grad_bias, parts, n, ci, co, block_n, block, block,
-        allow_tf32, num_warps=4, **overlapping(x.device),
+        allow_tf32, num_warps=4, num_stages=_STAGES, **overlapping(x.device),
     )  # fmt: skip
     if need_dx:
         sum_partials(parts, dx)
