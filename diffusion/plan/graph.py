@@ -72,7 +72,7 @@ BACKWARD = {
 # what fusing makes of these: see `fuse`
 FUSED = {
     "conv_fused": "conv or linear + emb [N, C] + residual + extra columns^T; and partials of it",
-    "norm": "norm_table and norm_apply, and dropout if there is an rng; and the table",
+    "norm": "norm_table and norm_apply, and dropout if there is an rng; the table, and words of it",
     "conv_input_grad": "conv_dx times act'(z), and its partials",
     "skip_dx": "norm_dx + dy weight, the input gradient of a 1x1 convolution beside the norm",
 }

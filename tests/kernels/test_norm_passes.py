@@ -7,6 +7,7 @@ import torch
 from triton_kernels import reference
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.noise.dropout import Mask
+from triton_kernels.noise.mask_words import mask_words
 from triton_kernels.norm import pass_grid
 from triton_kernels.norm import passes as norm_passes
 from triton_kernels.norm import sums as norm_sums
@@ -75,6 +76,23 @@ def test_apply_drops_what_dropout_drops(shape, channels, device):
     )
     torch.testing.assert_close(got, reference.dropout(a, 0.3, rng, layer=9, first=5))
     assert torch.equal(got == 0, reference.dropout(a, 0.3, rng, layer=9, first=5) == 0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "channels"),
+    [((3, 5, 7), (64,)), ((2, 3, 5), (40, 24)), ((1, 30, 8), (192,)), ((2, 33, 32), (64, 64))],
+    ids=["one", "two-halves", "blocks", "chunks"],
+)
+def test_apply_writes_what_it_keeps(shape, channels, device):
+    """As `mask_words` would draw it, and a is the same."""
+    halves, weight, bias = make_halves(shape, channels, device=device)
+    table = _table(halves, (1,) * len(halves), 4, weight, bias)
+    mask = Mask(0.3, torch.tensor([0x1234_5678_9ABC, 7], device=device), layer=9, first=5)
+    words = torch.full((*shape, sum(channels) // 64), -1, device=device)
+    given = halves[0], second_half(halves), table, "silu"
+    a = norm_passes.apply(*given, mask=mask._replace(words=words))
+    assert torch.equal(a, norm_passes.apply(*given, mask=mask))
+    assert torch.equal(words, mask_words(mask, (*shape, sum(channels))))
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)

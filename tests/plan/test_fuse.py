@@ -1,5 +1,7 @@
 """What is fused computes the same; and a block's launches can be predicted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,6 +134,27 @@ def test_launches_of_a_residual_block_training():
     assert "emb" in tables[0].outputs, "the embedding's gradient comes from the norm's sums"
     # nothing of either pass is a concat, an addition or a pass for a bias
     assert not {"add", "norm_act_grad", "conv_dx"} & {op for op, _ in backward}
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize(("dtype", "channels"), [(BF16, 64), (BF16, 72), (FP32, 64)])
+def test_what_dropout_keeps_is_drawn_once(dtype, channels):
+    """In 16 bits, and of whole words: who drops forward writes bits, which backward reads."""
+    block = ResBlock(8, channels, 6, **OPTIONS | {"backend": replace(TORCH_FP32, dtype=dtype)})
+    *images, emb, rng = block_args()
+    x = torch.cat(images, 3).to(block.backend.dtype)
+    made = plan(block, (x, emb, rng), trains=True, of_inputs=(0, 1))
+    writing = [n for n in nodes_of(made.schedule.forward) if "words" in n.outputs]
+    reading = [n for n in nodes_of(made.schedule.backward) if "words" in n.inputs]
+    if (dtype, channels) != (BF16, 64):
+        assert not writing and not reading
+        return
+    (norm,), (grad,) = writing, reading
+    assert norm.attrs["layer"] == grad.attrs["layer"] and grad.op == "conv_input_grad"
+    assert grad.inputs["words"] is norm.outputs["words"]
+    assert norm.outputs["words"].shape == (2, 4, 4, 1)
 
 
 def test_launches_of_an_attention_block():

@@ -31,6 +31,9 @@ class Mask(NamedTuple):
     rng: Tensor  # int64 [2]: seed, step
     layer: int
     first: int = 0  # global index of sample 0
+    # int64 [N, H, W, C / 64] or None: bit i of word j is whether element 64 j + i of a pixel is
+    # kept. Who drops writes them, and who drops again may read them instead of drawing.
+    words: Tensor | None = None
 
 
 def mask_arguments(mask: Mask | None) -> tuple[Tensor | None, int, int, float]:
@@ -52,6 +55,37 @@ def kept(rng_ptr, sample, quad, stream, p):
     w0, w1, w2, w3 = philox_words(tl.load(rng_ptr), tl.load(rng_ptr + 1), sample, quad, stream)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))  # w0 w1 w2 w3 of each quad
     return keeps(words, p)
+
+
+@triton.jit
+def kept_bits(rng_ptr, sample, quad, stream, p):
+    """The same as numbers, of which bit i is for the i-th element of a quad: int32 [..., K]."""
+    w0, w1, w2, w3 = philox_words(tl.load(rng_ptr), tl.load(rng_ptr + 1), sample, quad, stream)
+    low = keeps(w0, p).to(tl.int32) | keeps(w1, p).to(tl.int32) << 1
+    return _once(low | keeps(w2, p).to(tl.int32) << 2 | keeps(w3, p).to(tl.int32) << 3)
+
+
+@triton.jit
+def spread_bits(four):
+    """int32 [..., K] of `kept_bits` as bool [..., 4 K]."""
+    return (
+        tl.interleave(tl.interleave(four, four >> 2), tl.interleave(four >> 1, four >> 3)) & 1
+    ) != 0
+
+
+@triton.constexpr_function
+def _is_compiled() -> bool:
+    return not triton.knobs.runtime.interpret
+
+
+@triton.jit
+def _once(x):
+    """x, of which the compiler may not compute a second one: where two stores want it in different
+    threads, it would draw twice rather than move bits between them."""
+    if _is_compiled():
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
+    else:
+        return x
 
 
 @triton.jit(do_not_specialize=["first", "stream"])

@@ -3,7 +3,7 @@ those would evaluate Philox four times for what one evaluation gives.
 
 Bit i of word j of a pixel says whether its channel 64 j + i is kept; bits behind its last channel
 say nothing. The draws are those of `dropout`. A sixteenth of a tensor in 16 bits is written, and
-read once.
+read once. In a plan the pass that drops has written them; `mask_words` draws them where it has not.
 """
 
 import torch
@@ -24,6 +24,8 @@ def mask_words(mask: Mask, shape: tuple[int, ...]) -> Tensor:  # int64 [N, H, W,
     """Which elements of a tensor of this shape, [N, H, W, C], are kept. C is a multiple of 4."""
     n, h, w, c = shape
     assert c % 4 == 0
+    if mask.words is not None:
+        return mask.words
     words = triton.cdiv(c, _CHANNELS)
     bits = _empty((n, h, w, words), dtype=torch.int64, device=mask.rng.device)
     halves = 2 * h * w * words

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..activations import activate_affine
-from ..noise.dropout import kept
+from ..noise.dropout import kept, kept_bits, spread_bits
 from ..runtime.dependent_launch import await_inputs
 from ..tf32 import as_operand
 from .coefficients import load_table, modulate, parameters, store_table
@@ -46,6 +46,7 @@ def norm_apply_kernel(
     first,
     stream,
     drop,  # probability
+    bytes_ptr,  # uint8 [N, HW, (C1 + C2) / 8] or None: which elements are kept, a bit each
     ACT: tl.constexpr,
     SMALL_W: tl.constexpr,  # of x1, if it is upsampled; or None
     CORNERS: tl.constexpr,  # then only one pixel of 2x2 is written to a
@@ -114,6 +115,11 @@ def norm_apply_kernel(
 
     c0 = border + pid % CB * BLOCK_C
     a_ptrs = a_ptr + n * HW * C + offs_c
+    bytes_ptrs, mask_b = None, None
+    if bytes_ptr is not None:
+        offs_b = tl.arange(0, BLOCK_C // 8)
+        bytes_ptrs = bytes_ptr + n * HW * (C // 8) + c0 // 8 + offs_b
+        mask_b = c0 + 8 * offs_b < border + CH
     large_ptrs = None
     if large_ptr is not None:
         large_ptrs = large_ptr + n * HW * C1 + offs_h
@@ -122,14 +128,14 @@ def norm_apply_kernel(
             following = _load_tile(x_ptrs, p0 + BLOCK_P, pixels, CH, mask_c, MASKED, BLOCK_P, LARGE)
             _store_tile(
                 x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
-                rng_ptr, first + n, c0, stream, drop,
+                rng_ptr, first + n, c0, stream, drop, bytes_ptrs, mask_b,
                 ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, BLOCK_C, TF32, LARGE,
             )  # fmt: skip
             x = following
             p0 += BLOCK_P
     _store_tile(
         x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
-        rng_ptr, first + n, c0, stream, drop,
+        rng_ptr, first + n, c0, stream, drop, bytes_ptrs, mask_b,
         ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, BLOCK_C, TF32, LARGE,
     )  # fmt: skip
 
@@ -173,6 +179,8 @@ def _store_tile(
     c0,
     stream,
     drop,
+    bytes_ptrs,  # [BLOCK_C / 8]: of the channels in pixel 0, or None
+    mask_b,  # likewise
     ACT: tl.constexpr,
     SMALL_W: tl.constexpr,
     CORNERS: tl.constexpr,
@@ -192,7 +200,16 @@ def _store_tile(
     a = activate_affine(a, slope[None, :], b[None, :], ACT)
     if rng_ptr is not None:
         quad = (offs_p[:, None] * C + c0) // 4 + tl.arange(0, BLOCK_C // 4)[None, :]
-        a = tl.where(kept(rng_ptr, sample, quad, stream, drop), a * (1.0 / (1.0 - drop)), 0.0)
+        if bytes_ptrs is None:
+            keep = kept(rng_ptr, sample, quad, stream, drop)
+        else:
+            four = kept_bits(rng_ptr, sample, quad, stream, drop)
+            keep = spread_bits(four)
+            low, high = tl.split(tl.reshape(four, (BLOCK_P, BLOCK_C // 8, 2)))
+            eight = (low | high << 4).to(tl.uint8)
+            inside = (offs_p < pixels)[:, None] & mask_b[None, :] if MASKED else None
+            tl.store(bytes_ptrs[None, :] + offs_p[:, None] * (C // 8), eight, mask=inside)
+        a = tl.where(keep, a * (1.0 / (1.0 - drop)), 0.0)
     a = as_operand(a, a_ptrs.dtype.element_ty, TF32)
     if SMALL_W is None:
         tl.store(a_ptrs[None, :] + offs_p[:, None] * C, a, mask=mask)

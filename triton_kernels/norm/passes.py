@@ -106,7 +106,8 @@ def apply(
     tf32: bool = False,
     config: PassConfig | None = None,
 ) -> Tensor:  # [N, H, W, C1 + C2], dtype of x1
-    """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask.
+    """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask. Its words, if it has
+    any, are written.
 
     `early` says that the launch in front makes the table, and that x1 and x2 are older: then they
     are read while that launch is still under way, where kernels overlap (`dependent_launch`). With
@@ -198,10 +199,13 @@ def launch_apply(
     halves = ((small_h * small_w, c1), (h * w if c2 else 0, c2))
     wanted = wanted or _PROGRAMS * describe(x1.device).num_sms
     programs, blocks, masked, tile = _cut(n, halves, config, wanted, least_tile)
+    words = None if mask is None else mask.words
+    assert words is None or (c1 % 8 == c % 64 == 0 and words.shape == (n, h, w, c // 64))
+    kept = None if words is None else words.view(torch.uint8)
     norm_apply_kernel[(programs,)](
         x1, x2, *norm.both, norm.weight, norm.bias, *film, a, large, table, *map(row_stride, film),
         norm.pixels[0], norm.pixels[-1], h * w, c1, c2, *blocks, norm.eps, *mask_arguments(mask),
-        activation, small_w if up else None, corners, early, *ks, cg, masked, *tile,
+        kept, activation, small_w if up else None, corners, early, *ks, cg, masked, *tile,
         *covering_groups(tile[-1], c1 if c2 else 0, cg), triton.next_power_of_2(max(ks)), tf32,
         h * w * c >= 2**31, num_warps=config[3], **overlap,
     )  # fmt: skip

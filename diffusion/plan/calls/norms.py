@@ -46,8 +46,12 @@ def _norm_apply(run, node, given):
 def _norm(run, node, given):
     how = *_statistics(node, given), node.attrs["activation"]
     mask = mask_of(node, given)
+    if "words" in node.outputs:
+        words = node.outputs["words"]
+        words = torch.empty(words.shape, dtype=words.dtype, device=given["x0"].device)
+        mask = mask._replace(words=words)
     y, table = run.kernels.norm_apply(*images(given), *how, mask=mask, **film(given))
-    return {"y": y.view(node.out.shape), "table": table}
+    return {"y": y.view(node.out.shape), "table": table, "words": mask and mask.words}
 
 
 @launches("norm_of_upsampled")

@@ -175,5 +175,7 @@ def extra(given: Inputs) -> tuple[tuple[Tensor, Tensor], ...]:
 
 def mask_of(node: Node, given: Inputs) -> Mask | None:
     """What the fused kernels drop by, or None."""
+    if "rng" not in given:
+        return None
     a = node.attrs
-    return Mask(a["p"], given["rng"], a["layer"], given["first"]) if "rng" in given else None
+    return Mask(a["p"], given["rng"], a["layer"], given["first"], given.get("words"))

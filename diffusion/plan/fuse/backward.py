@@ -1,9 +1,30 @@
 """Rows of the backward pass: what is added to a gradient when it is written."""
 
+import torch
+
 from ..graph import Node, Value
 from .rewrite import HALF, Fusing, Row
 
 NORM_DX = ("norm_dx", "skip_dx")
+
+_WORD = 64  # channels, whose bits of a mask are one number
+
+
+def _written_words(f: Fusing, table: Value, dropout: Node, y: Value) -> Value | None:
+    """Which elements dropout has kept, as bits, by the pass of the norm of this table that drops
+    them. Convolutions in 16 bits read them; None: whoever drops again draws again."""
+    norm = f.maker(table, "norm")
+    if norm is None or norm.inputs.get("rng") is not dropout.inputs["rng"]:
+        return None
+    if norm.attrs["layer"] != dropout.attrs["layer"]:
+        return None
+    if y.dtype.itemsize != 2 or y.shape[-1] % _WORD:
+        return None
+    if "words" not in norm.outputs:
+        shape = *y.shape[:-1], y.shape[-1] // _WORD
+        norm.outputs["words"] = f.graph.value("words", shape, torch.int64)
+        f.take(norm)
+    return norm.outputs["words"]
 
 
 def _input_grad(f: Fusing, node: Node) -> Value | None:
@@ -21,6 +42,9 @@ def _input_grad(f: Fusing, node: Node) -> Value | None:
     alone = grad is not None and f.reader(da, "dropout" if before else "norm_act_grad")
     if not alone or len(da.shape) != 4 or not grad.keeps_size:
         return None
+    words = before and _written_words(f, node.inputs["table"], before, da)
+    if words is not None:
+        mask["words"] = words
     attrs = grad.attrs or {"stride": (1, 1), "padding": (0,) * 4}
     f.forget(node, "da")
     for role, value in {"dy": grad.inputs["dy"], "weight": grad.inputs["weight"], **mask}.items():
