@@ -101,8 +101,8 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({}, Expect()),
     ],
     "conv_stationary_weights_kernel": [
-        ({"MAKERS": 2}, _REGISTERS._replace(spills=24)),
-        ({"MAKERS": 1, "EXTRA1": 1}, _REGISTERS._replace(spills=4)),
+        ({"PRODUCERS": 2}, _REGISTERS._replace(spills=24)),
+        ({"PRODUCERS": 1, "EXTRA1": 1}, _REGISTERS._replace(spills=4)),
         ({}, _REGISTERS),
     ],
     "conv_stationary_weights_concat_kernel": _REGISTERS._replace(spills=192),

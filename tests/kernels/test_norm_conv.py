@@ -50,7 +50,7 @@ CASES = [
 ]
 
 
-FORMS = {  # makers, a table
+FORMS = {  # producers, a table
     "between": (0, False),
     "between, table": (0, True),
     "one": (1, False),

@@ -37,7 +37,7 @@ _FOUR_ROWS = row_mma.STATIONARY_TILE_OF_4.block_m
 class _Form(NamedTuple):
     """How act(norm(x)) is made."""
 
-    makers: int  # warpgroups that do nothing else; 0: those that multiply do it
+    producers: int  # warpgroups that do nothing else; 0: those that multiply do it
     table: bool = False  # the norm's table is of a launch in front
 
 
@@ -170,7 +170,7 @@ def norm_conv(
     added = "1x1" if extra else "nothing" if residual is None else "residual"
     form = _FORMS[added][_are_many(n * h * w, x.device)]
     two_rows = config.block_m != _FOUR_ROWS  # four leave no registers to those who only make them
-    norm = norm._replace(makers=form.makers if two_rows else 0)
+    norm = norm._replace(producers=form.producers if two_rows else 0)
     if form.table:
         terms = num_groups, norm_weight, norm_bias, eps, scale, shift
         norm = norm._replace(table=norm_table((partials,), (h * w,), *terms))

@@ -26,7 +26,7 @@ class Norm(NamedTuple):
     scale: Tensor | None = None  # float32 [N, 64], rows any distance apart
     shift: Tensor | None = None  # float32 [N, 64], rows any distance apart
     table: Tensor | None = None  # float32 [N, 4, 64], all of this
-    makers: int = 0  # warpgroups that do nothing else; 0: those that multiply do it in between
+    producers: int = 0  # warpgroups that do nothing else; 0: those that multiply do it in between
 
 
 class NormOfResult(NamedTuple):

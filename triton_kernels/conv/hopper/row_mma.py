@@ -95,17 +95,17 @@ def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
     overlap = overlapping(operands.x.device, 0)
     norm_arguments, norm_options = norm_of(operands)
     norm = operands.norm
-    makers = norm.makers if norm else 0
-    made = [operands.x if makers else None, norm and norm.table]
+    producers = norm.producers if norm else 0
+    made = [operands.x if producers else None, norm and norm.table]
     conv_stationary_weights_kernel[(programs,)](
         *operands.tensors(partial(_in_rows_of, w), partial(in_rows, rows=2)),
         *(operands.means or (None, None)), *norm_arguments, *made, *operands.numbers, n * h // rows,
         h // rows, c,
         ROWS=rows, W=w, DGRAD=operands.activation is not None, ACT=operands.activation_name,
-        GROUPS=groups, PAIRS=pairs, SLOTS=slots, MAKERS=makers,
+        GROUPS=groups, PAIRS=pairs, SLOTS=slots, PRODUCERS=producers,
         EXTRA1=operands.extra_channels[0] // 64, EXTRA2=operands.extra_channels[1] // 64,
         OVERLAP=bool(overlap), **norm_options, num_warps=4,
-        maxnreg=96 if makers == 2 else 128 if groups == 3 or makers else 168, **overlap,
+        maxnreg=96 if producers == 2 else 128 if groups == 3 or producers else 168, **overlap,
     )  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def _stationary_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
     there is shared memory for."""
     if operands.x.shape[3] == 16:
         return 3, 12, 3 * rows // 2
-    if operands.norm and operands.norm.makers and not operands.extra:
+    if operands.norm and operands.norm.producers and not operands.extra:
         return (2, 5, 3) if operands.beside else (2, 6, 2)
     if operands.extra:
         fourth = operands.norm is not None and sum(operands.extra_channels) < _MOST_EXTRA

@@ -101,11 +101,11 @@ def _load_filters(
 def load_rows(
     x_desc, filter_descs, extra1_desc, extra2_desc, x, filters, extra, work,
     ROWS: gl.constexpr, W: gl.constexpr, DGRAD: gl.constexpr,
-    EXTRA1: gl.constexpr, EXTRA2: gl.constexpr, OVERLAP: gl.constexpr, MAKES: gl.constexpr,
+    EXTRA1: gl.constexpr, EXTRA2: gl.constexpr, OVERLAP: gl.constexpr, PRODUCES: gl.constexpr,
 ):  # fmt: skip
-    """Rows, filters and extra blocks; if another warpgroup MAKES the rows, only these."""
+    """Rows, filters and extra blocks; if PRODUCES, where other warpgroups make rows, only these."""
     _load_filters(filter_descs, filters, work.c0, 0, DGRAD, EXTRA1, EXTRA2)
-    if MAKES:
+    if PRODUCES:
         for r in gl.static_range(1, 3):
             _load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
     if OVERLAP:
@@ -117,7 +117,7 @@ def load_rows(
         n = tile // work.tiles_h
         h = tile % work.tiles_h
         h0 = h * ROWS
-        if not MAKES:
+        if not PRODUCES:
             begins = (index == 0) | (h == 0)
             ends = (index + 1 == work.count) | (h + 1 == work.tiles_h)
             for i in range(gl.where(begins, 0, 1), ROWS // 2 + 1):

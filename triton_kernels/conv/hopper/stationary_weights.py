@@ -130,7 +130,7 @@ def _multiply(
     GROUP: gl.constexpr, y_desc, x, filters, extra, beside, stages, turns, vectors, norm,
     partial_ptr, means_ptr, mean_sums_ptr, work, C, ROWS: gl.constexpr, W: gl.constexpr,
     DGRAD: gl.constexpr, ACT: gl.constexpr, EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
-    TILES_OF_X: gl.constexpr, CG: gl.constexpr, MAKES: gl.constexpr,
+    TILES_OF_X: gl.constexpr, CG: gl.constexpr, PRODUCES: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
@@ -141,7 +141,7 @@ def _multiply(
     HALVES: gl.constexpr = ROWS // 2
     OWN: gl.constexpr = SLOTS // GROUPS
     AHEAD: gl.constexpr = 4 // ROWS  # taps under way while the filters of the next one are loaded
-    NORM: gl.constexpr = (norm.sums is not None or norm.table is not None) and not MAKES
+    NORM: gl.constexpr = (norm.sums is not None or norm.table is not None) and not PRODUCES
     if OVERLAP:
         await_inputs_alone()
     first = work.first
@@ -326,7 +326,7 @@ def conv_stationary_weights_kernel(
     stride_scale,
     stride_shift,
     eps,
-    x_ptr,  # x as well, with MAKERS; or None
+    x_ptr,  # x as well, with PRODUCERS; or None
     table_ptr,  # float32 [N, 4, 64]: the norm's table, in place of the sums; or None
     border,  # channels of the first of two tensors
     stride_emb,
@@ -339,7 +339,7 @@ def conv_stationary_weights_kernel(
     ACT: gl.constexpr,
     GROUPS: gl.constexpr,  # that multiply
     PAIRS: gl.constexpr,  # of rows of pixels in shared memory
-    MAKERS: gl.constexpr,  # warpgroups that only make act(norm(x)): up to two, a row of a pair each
+    PRODUCERS: gl.constexpr,  # warpgroups that only make act(norm(x)): 0 to 2, a row of a pair each
     SLOTS: gl.constexpr,  # for two rows of the result: a ring, or of each group its own
     EXTRA1: gl.constexpr,
     EXTRA2: gl.constexpr,
@@ -350,7 +350,7 @@ def conv_stationary_weights_kernel(
 ):
     EXTRA: gl.constexpr = EXTRA1 + EXTRA2
     BESIDE: gl.constexpr = 0 if beside1_desc is None else 1
-    MAKES: gl.constexpr = x_ptr is not None
+    PRODUCES: gl.constexpr = x_ptr is not None
     gl.static_assert(BESIDE == 1 or SLOTS <= GROUPS * (ROWS // 2))
     dtype: gl.constexpr = x_desc.dtype
     K: gl.constexpr = x_desc.block_shape[3]
@@ -362,7 +362,7 @@ def conv_stationary_weights_kernel(
         dtype, [9 + EXTRA, 1, FILTER_ROWS, FILTER_COLUMNS], w_desc.layout
     )
     stages = gl.allocate_shared_memory(dtype, [SLOTS, 1, 2, W, 64], y_desc.layout)
-    x = new_ring(x_bufs, PAIRS, 2, 2 if MAKERS == 2 else 1)
+    x = new_ring(x_bufs, PAIRS, 2, 2 if PRODUCERS == 2 else 1)
     filters = Filters(w_bufs, new_barriers(3))
     turns = new_turns(GROUPS)
     beside, extra = None, None
@@ -384,7 +384,7 @@ def conv_stationary_weights_kernel(
     vectors = _Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb)
     kept = None
     if sums_ptr is not None or table_ptr is not None:
-        kept = new_affine(MAKERS if MAKES else GROUPS)
+        kept = new_affine(PRODUCERS if PRODUCES else GROUPS)
     norm = Norm(
         sums_ptr, norm_weight_ptr, norm_bias_ptr, scale_ptr, shift_ptr,
         stride_scale, stride_shift, eps, kept, table_ptr, 64,
@@ -396,7 +396,7 @@ def conv_stationary_weights_kernel(
                 (
                     role, y_desc, x, filters, extra, beside, stages, turns, vectors, norm,
                     partial_ptr, means_ptr, mean_sums_ptr, work, C,
-                    ROWS, W, DGRAD, ACT, EXTRA, OVERLAP, TILES_OF_X, CG, MAKES,
+                    ROWS, W, DGRAD, ACT, EXTRA, OVERLAP, TILES_OF_X, CG, PRODUCES,
                 ),
             )
             if role < GROUPS
@@ -404,33 +404,33 @@ def conv_stationary_weights_kernel(
                 make_rows,
                 (
                     x_ptr, x, norm, work, tiles_h * ROWS,
-                    role - GROUPS, 3 - MAKERS, ROWS, W, ACT, TILES_OF_X, CG, OVERLAP,
+                    role - GROUPS, 3 - PRODUCERS, ROWS, W, ACT, TILES_OF_X, CG, OVERLAP,
                 ),
             )
-            if role < GROUPS + MAKERS
+            if role < GROUPS + PRODUCERS
             else (
                 load_rows,
                 (
                     x_desc, filter_descs, extra1_desc, extra2_desc, x, filters, extra, work,
-                    ROWS, W, DGRAD, EXTRA1, EXTRA2, OVERLAP, MAKES,
+                    ROWS, W, DGRAD, EXTRA1, EXTRA2, OVERLAP, PRODUCES,
                 ),
             )
-            if role == GROUPS + MAKERS
+            if role == GROUPS + PRODUCERS
             else (
                 load_beside,
                 (beside1_desc, beside2_desc, beside, filters, work, border, ROWS, W, OVERLAP),
             )
             for role in ((0, 1, 2), (0, 1, 2, 3), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 5))[
-                GROUPS - 2 + MAKERS + BESIDE
+                GROUPS - 2 + PRODUCERS + BESIDE
             ]
         ],
         (([4, 1], [4, 1, 1]), ([4, 4, 1], [4, 4, 1, 1]), ([4, 4, 4, 1], [4, 4, 4, 1, 1]))[
-            GROUPS - 2 + MAKERS
+            GROUPS - 2 + PRODUCERS
         ][BESIDE],
         (
             ([240, 24], [240, 24, 24]),
             ([160, 160, 24], [160, 160, 24, 24]),
             ([168, 144, 24], [168, 144, 24, 24]),
             ([144, 80, 80, 24], [144, 80, 80, 24, 24]),
-        )[GROUPS - 2 + (MAKERS + 1 if MAKES else 0)][BESIDE],
+        )[GROUPS - 2 + (PRODUCERS + 1 if PRODUCES else 0)][BESIDE],
     )  # fmt: skip
