@@ -1,4 +1,4 @@
-"""A convolution and the norm behind it in one launch, where tiles of an image meet, for inference.
+"""A convolution and the norm behind it in one launch, where tiles of an image exchange sums.
 
     y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of other tensors
     a = act(norm(y))
@@ -55,18 +55,18 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[tile_mma.TileMma]:
     return found
 
 
-class _Meeting(NamedTuple):
+class _GridSync(NamedTuple):
     """What makes the choices those that were measured to be fastest at 8 to 64 images on an H200:
     of 105 layers all, with 1.5 to 2 microseconds."""
 
-    wave: float  # microseconds of a tile's epilogue, which nothing hides: its tiles meet in it
+    wave: float  # microseconds of a tile's epilogue, which nothing hides: sums are exchanged in it
 
 
 def _model(spec: ConvSpec, gpu: Device, config: tile_mma.TileMma) -> float | None:
-    """Microseconds: those of the convolution, and of a meeting in each wave of tiles."""
+    """Microseconds: those of the convolution, and of an exchange in each wave of tiles."""
     us = tile_mma.KERNEL.model(spec, gpu, config)
     waves = -(-tile_mma.work(spec, gpu, config).tiles // gpu.num_sms)
-    return None if us is None else us + waves * fitted_to("conv_norm_grid_sync", _Meeting).wave
+    return None if us is None else us + waves * fitted_to("conv_norm_grid_sync", _GridSync).wave
 
 
 def _apart(spec: ConvSpec, gpu: Device) -> str | None:

@@ -1,5 +1,5 @@
 """GroupNorm of a tile that is a part of an image, in the launch that makes it: tiles of an image
-meet.
+exchange their sums (grid sync).
 
 Every tile leaves the sums of its channels in memory, a word each, which is not zero, and reads
 those of all channels and tiles of its groups until none of them is zero. A word of 64 bits comes as
@@ -10,9 +10,9 @@ back less. The memory is zero before the launch.
 
 Who waits for whom. A program takes tiles in the order of their numbers, a warpgroup every other
 one. Wave w is the tiles that programs take w-th. Products of wave w in a program begin when those
-of wave w - 1 there are done, and all of wave w - 2 is, the meeting too. An image has no more tiles
+of wave w - 1 there are done, and all of wave w - 2 is, its exchange too. An image has no more tiles
 than there are programs, so they are of one wave or of two that follow one another, and a tile of
-wave w waits for products of wave w + 1 at most. These wait for products of wave w and for meetings
+wave w waits for products of wave w + 1 at most. These wait for products of wave w and for exchanges
 of wave w - 1, which wait for products of wave w at most, and so on down: there is no circle.
 
 All of that is if every program runs, and there are no more of them than multiprocessors. Launches
