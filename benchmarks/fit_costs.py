@@ -3,15 +3,16 @@
     python -m benchmarks.fit_costs SWEEP.jsonl [...] [out=FILE] [arch=90 sms=132]
 
 The times are those of `benchmarks.sweep_configs`. Each kernel's parameters, none negative, are the
-least squares of relative errors, weighted by how fast a configuration is: it is the fast ones that
-have to be told apart. Then, layer by layer, they are fitted without that layer: what would be taken
-for it, and how much longer that takes than its fastest configuration. `out` gets the parameters of
-all layers.
+least squares of relative errors, weighted by how fast a configuration is (the root of that, since
+slow ones tell the terms apart): it is the fast ones that have to be told apart. Then, layer by
+layer, they are fitted without that layer: what would be taken for it, and how much longer that
+takes than its fastest configuration. Only times of one file are compared with one another: two GPUs
+of a kind have other clocks. `out` gets the parameters of all layers.
 """
 
 import json
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,8 @@ from triton_kernels.runtime.device import Device
 _FEWEST = 6  # times, of several layers, that a kernel's parameters are fitted to
 _FEWEST_LAYERS = 3
 _FEWEST_CHOICES = 2  # configurations of a layer
-_SHARED = (0, 6)  # terms of `cost.terms` that tiles of a kernel share: the launch, and memory
+# Terms of `cost.terms` that tiles of a kernel share: the launch, memory, and lines beside rows
+_SHARED = (0, 6, 11)
 _FLAT = 1e-9
 
 
@@ -48,13 +50,13 @@ class Time(NamedTuple):
     us: float
 
 
-Key = tuple[str, Spec, Device]
+Key = tuple[str, Spec, Device, str]  # the last is the file that the times are in
 Layers = dict[Key, list[Time]]
 
 
 def read(paths: Sequence[str], former: Device) -> Layers:
-    """By operation, spec and GPU, which is `former` where a line does not say it; without kernels
-    that have no model."""
+    """By operation, spec, GPU, which is `former` where a line does not say it, and file; without
+    kernels that have no model."""
     ops = {op.name: op for op in OPS.values()}
     layers: Layers = defaultdict(list)
     for path in paths:
@@ -74,7 +76,7 @@ def read(paths: Sequence[str], former: Device) -> Layers:
             if (work := kernel.work(spec, gpu, config)) is None:
                 continue
             terms = cost.terms(work, gpu)
-            layers[op.name, spec, gpu].append(
+            layers[op.name, spec, gpu, path].append(
                 Time(key, kernel.name, row["config"], terms, row["us"])
             )
     return {key: times for key, times in layers.items() if len(times) >= _FEWEST_CHOICES}
@@ -120,9 +122,9 @@ def _fit_family(rows: dict[str, list[tuple[Time, float]]]) -> dict[str, tuple[fl
     a = torch.zeros(len(all_times), max(columns.values()) + 1, dtype=torch.float64)
     b = torch.zeros(len(all_times), dtype=torch.float64)
     for line, (name, time, weight) in enumerate(all_times):
-        b[line] = weight
+        b[line] = weight**0.5
         for i, term in enumerate(time.terms):
-            a[line, columns[name, i]] = term * weight / time.us
+            a[line, columns[name, i]] = term * weight**0.5 / time.us
     x = nonnegative(a, b)
     return {name: tuple(x[columns[name, i]] for i in range(count)) for name in rows}
 
@@ -142,7 +144,8 @@ def nonnegative(a: torch.Tensor, b: torch.Tensor) -> list[float]:
         while True:
             best = torch.zeros_like(x)
             chosen = positive.nonzero().flatten()
-            best[chosen] = torch.linalg.lstsq(a[:, chosen], b[:, None]).solution.flatten()
+            normal = gram[chosen][:, chosen]  # terms that are multiples of each other: any of them
+            best[chosen] = torch.linalg.lstsq(normal, right[chosen, None]).solution.flatten()
             if best[chosen].min() > 0:
                 break
             below = positive & (best <= 0)  # go as far as none becomes negative
@@ -178,14 +181,14 @@ def leave_out(layers: Layers) -> list[tuple[float, str]]:
             continue
         taken, predicted = choice
         best = min(times, key=lambda time: time.us)
-        op, s, gpu = key
+        op, s, gpu, _ = key
         if isinstance(s, AttentionSpec):
             shape = f"{s.n}x{s.t} of {s.d} sm_{gpu.arch}"
         elif isinstance(s, WeightGradsSpec):
             layers_of = " ".join(f"{conv.k}->{conv.c}" for conv in s.convs)
             shape = f"{s.n}x{s.convs[0].h}x{s.convs[0].w} {layers_of} sm_{gpu.arch}"
         else:
-            shape = f"{s.n}x{s.h}x{s.w} {s.k}->{s.c} {s.r}x{s.s} sm_{gpu.arch}"
+            shape = f"{s.n}x{s.h}x{s.w} {s.k}->{s.c} {s.r}x{s.s} {s.dtype} sm_{gpu.arch}"
         config = " ".join(f"{k}={v}" for k, v in taken.config.items())
         line = f"| {op} {shape} | {best.us:.1f} | {best.kernel} | {taken.us:.1f} "
         line += f"| {taken.kernel} {config} | {predicted:.1f} |"
@@ -211,6 +214,9 @@ def main() -> None:
     lines = leave_out(layers)
     within = sum(ratio <= 1.05 for ratio, _ in lines)
     print(f"{within} of {len(lines)} left-out layers within 5 % of their fastest configuration")
+    of_op = Counter(line.split()[1] for _, line in lines)
+    well = Counter(line.split()[1] for ratio, line in lines if ratio <= 1.05)
+    print(", ".join(f"{op} {well[op]} of {count}" for op, count in sorted(of_op.items())))
     for ratio, line in lines:
         if ratio > 1.05:
             print(f"{ratio:.2f} {line}")

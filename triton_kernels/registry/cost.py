@@ -4,8 +4,12 @@ A kernel describes the work of its programs (`Work`). This file converts it to m
 
     us = launch
        + waves of tiles over the multiprocessors x (products + bytes fetched + numbers written)
+       + tiles of a multiprocessor on average x (products + numbers written + steps)
        + waves of resident tiles x (steps + a tile's start and end)
        + memory read and written + split-K parts, written and read again
+
+Where a multiprocessor has several tiles under way, the last wave takes less than a whole one, so
+waves are counted both rounded up and on average.
 
 Every term is multiplied by a parameter that is not negative (`benchmarks.fit_costs`). Parameters
 are of a kernel and of what changes its code or its rates most: fields of its configuration or of
@@ -16,8 +20,8 @@ another number of waves.
 
 import json
 import logging
+import math
 from functools import lru_cache
-from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -44,6 +48,25 @@ class Work(NamedTuple):
     parts: int = 0  # bytes of the parts of a split sum
     splits: int = 1
     grad: bool = False  # whether the epilogue is an input gradient's
+    beside: float = 0.0  # bytes of a tile that are in the lines it loads, beside those it needs
+
+
+_LINE = 128  # bytes that the L2 cache looks up at a time
+
+
+@lru_cache
+def beside_rows(channels: int, block: int, itemsize: int) -> float:
+    """Bytes in the lines of a pixel's channels, loaded in rows of `block` (128 bytes at most),
+    beside those of the rows, on average over pixels: a row that is no line ends in another one."""
+    pixels = _LINE // math.gcd(channels * itemsize, _LINE)
+    begins = range(0, channels, block)
+    lines = 0
+    for pixel in range(pixels):
+        for begin in begins:
+            first = (pixel * channels + begin) * itemsize
+            last = (pixel * channels + min(begin + block, channels)) * itemsize - 1
+            lines += last // _LINE - first // _LINE + 1
+    return lines * _LINE / pixels - len(begins) * block * itemsize
 
 
 def programs_at_a_time(shared: int, num_warps: int, gpu: Device, registers: int = 128) -> int:
@@ -61,8 +84,9 @@ def resident(sums: int, shared: int, num_warps: int, gpu: Device) -> int:
 
 def terms(work: Work, gpu: Device) -> tuple[float, ...]:
     """What the parameters are multiplied by, each about as large as microseconds."""
-    waves = ceil(work.tiles / gpu.num_sms)
-    resident = ceil(work.tiles / (gpu.num_sms * work.resident))
+    mean = work.tiles / gpu.num_sms
+    waves = math.ceil(mean)
+    resident = math.ceil(work.tiles / (gpu.num_sms * work.resident))
     return (
         1.0,
         waves * work.products / 1e6,
@@ -75,6 +99,10 @@ def terms(work: Work, gpu: Device) -> tuple[float, ...]:
         float(work.splits > 1),
         float(work.grad),
         work.grad * waves * work.written / 1e4,
+        waves * work.beside / 1e5,
+        mean * work.products / 1e6,
+        mean * work.written / 1e4,
+        mean * work.steps,
     )
 
 

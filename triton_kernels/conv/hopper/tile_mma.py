@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...hopper.descriptors import BARRIERS, LOADER_REGISTERS, SUPPORTED, in_boxes
 from ...noise.mask_words import mask_words
-from ...registry.cost import Work
+from ...registry.cost import Work, beside_rows
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -212,16 +212,19 @@ def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
     blocks = -(-spec.k // 64)
     extra = sum(-(-k // 64) for k in spec.extra)
     straddling = spec.first is not None and spec.first < spec.c and spec.first % 64 > 0
+    rows_of_step = c.block_m + 2 * images * width + 3 * 64
     return Work(
         tiles=-(-spec.n // images) * (spec.h // rows) * (spec.w // width) * -(-spec.c // 64),
         resident=2,
         products=64 * c.block_m * 64 * (9 * blocks + extra),
-        fetched=3 * blocks * ((c.block_m + 2 * images * width) * 128 + 3 * 64 * 128)
-        + (extra * (c.block_m + 64) + straddling * c.block_m) * 128,
+        fetched=(3 * blocks * rows_of_step + extra * (c.block_m + 64) + straddling * c.block_m)
+        * 128,
         steps=3 * blocks + extra + straddling,
         written=64 * c.block_m,
         memory=spec.bytes,
         grad=spec.activation is not None,
+        beside=3 * rows_of_step * beside_rows(spec.k, 64, spec.itemsize)
+        + (c.block_m + 64) * sum(beside_rows(k, 64, spec.itemsize) for k in spec.extra),
     )
 
 

@@ -4,7 +4,7 @@ import math
 
 import triton
 
-from ...registry.cost import Work, programs_at_a_time
+from ...registry.cost import Work, beside_rows, programs_at_a_time
 from ...registry.kernel import CLOCKS
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -80,18 +80,21 @@ def work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
     """What its programs do."""
     box = box_of(c, spec.n, spec.h, spec.w, is_even(spec))
     taps = spec.taps // (3 if c.rows > 1 else 1)
-    steps = taps * triton.cdiv(spec.k, c.block_k)
-    steps += sum(triton.cdiv(k, c.block_k) for k in spec.extra)
+    read = [spec.k] * taps + list(spec.extra)
+    steps = sum(triton.cdiv(k, c.block_k) for k in read)
     products = c.block_c * c.block_m * c.block_k * (3 * c.rows if c.rows > 1 else 1)
+    of_step = sum(fetched(c, spec.itemsize))
+    rows = of_step // (c.block_k * spec.itemsize)
     return Work(
         tiles=programs(c, box, spec.n, spec.h, spec.w, spec.c),
         resident=max(1, _resident(c, spec, gpu)),
         products=products * steps,
-        fetched=sum(fetched(c, spec.itemsize)) * steps,
+        fetched=of_step * steps,
         steps=steps,
         written=c.block_c * c.block_m * c.rows,
         memory=spec.bytes,
         grad=spec.activation is not None,
+        beside=rows * sum(beside_rows(k, c.block_k, spec.itemsize) for k in read),
     )
 
 
