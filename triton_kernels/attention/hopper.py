@@ -109,19 +109,11 @@ def backward(
     wide = d == 64  # dq, dk and dv leave no registers for k and v
     num_warps = 4 if positions * d <= _MOST_DQ else 8
     attention_bwd_head_kernel[(n * constants["num_heads"],)](
-        described(qkv, positions, d),
-        described(do, positions, d),
-        described(dqkv, positions, d),
-        o,
-        lse,
-        rows,
-        **shared(constants),
-        ROWS=positions,
-        BUFFERS=1 if wide else 2,
-        HELD=not wide,
-        num_warps=num_warps,
-        **overlapping(qkv.device),
-    )
+        described(qkv, positions, d), described(do, positions, d), described(dqkv, positions, d), o,
+        lse, rows,
+        **shared(constants), ROWS=positions, BUFFERS=1 if wide else 2, HELD=not wide,
+        num_warps=num_warps, **overlapping(qkv.device),
+    )  # fmt: skip
 
 
 def shared(constants: dict) -> dict:

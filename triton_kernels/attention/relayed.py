@@ -75,34 +75,12 @@ def backward(
     flags = flags.view(torch.int32)
     grid = (n * heads * parts,)
     attention_bwd_delta_kernel[grid](
-        do,
-        o,
-        delta,
-        flags,
-        heads,
-        T=t,
-        D=d,
-        ROWS=KEEP,
-        FLAGS=KEEP // step,
-        num_warps=4,
-        **overlapping(qkv.device),
-    )
+        do, o, delta, flags, heads,
+        T=t, D=d, ROWS=KEEP, FLAGS=KEEP // step, num_warps=4, **overlapping(qkv.device),
+    )  # fmt: skip
     attention_bwd_relayed_kernel[grid](
-        described(qkv, step, d),
-        described(qkv, KEEP, d),
-        described(do, step, d),
-        described(dqkv, step, d),
-        described(dqkv, KEEP, d),
-        lse,
-        delta,
-        dq,
-        flags,
-        rows,
-        **shared(constants),
-        KEYS=KEEP,
-        STEP=step,
-        SLOTS=slots,
-        num_warps=KEEP // 16,
-        maxnreg=2**16 // _THREADS // 8 * 8,
-        **following(qkv.device),
-    )
+        described(qkv, step, d), described(qkv, KEEP, d), described(do, step, d),
+        described(dqkv, step, d), described(dqkv, KEEP, d), lse, delta, dq, flags, rows,
+        **shared(constants), KEYS=KEEP, STEP=step, SLOTS=slots, num_warps=KEEP // 16,
+        maxnreg=2**16 // _THREADS // 8 * 8, **following(qkv.device),
+    )  # fmt: skip

@@ -52,17 +52,10 @@ def forward_kept(
     n, t, _ = qkv.shape
     d = constants["D"]
     attention_fwd_kept_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
-        described(qkv, keep, d),
-        described(qkv, step, d),
-        described(o, keep, d),
-        lse,
-        **shared(constants),
-        STEP=step,
-        SLOTS=slots,
-        num_warps=keep // 16,
-        maxnreg=_KEPT_REGISTERS,
+        described(qkv, keep, d), described(qkv, step, d), described(o, keep, d), lse,
+        **shared(constants), STEP=step, SLOTS=slots, num_warps=keep // 16, maxnreg=_KEPT_REGISTERS,
         **overlapping(qkv.device, n * t),
-    )
+    )  # fmt: skip
 
 
 def forward_streamed(
@@ -82,16 +75,7 @@ def forward_streamed(
     # what a thread has at the launch; warpgroups then hand registers to each other
     equal = (groups * registers + LOADER_REGISTERS) // (groups + 1) // 8 * 8
     attention_fwd_streamed_kernel[(n * constants["num_heads"] * triton.cdiv(t, 64 * groups),)](
-        described(qkv, 64, d),
-        described(qkv, step, d),
-        described(o, 64, d),
-        lse,
-        **shared(constants),
-        GROUPS=groups,
-        STEP=step,
-        SLOTS=slots,
-        REGISTERS=registers,
-        num_warps=4,
-        maxnreg=equal,
-        **overlapping(qkv.device, n * t),
-    )
+        described(qkv, 64, d), described(qkv, step, d), described(o, 64, d), lse,
+        **shared(constants), GROUPS=groups, STEP=step, SLOTS=slots, REGISTERS=registers,
+        num_warps=4, maxnreg=equal, **overlapping(qkv.device, n * t),
+    )  # fmt: skip

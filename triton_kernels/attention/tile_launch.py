@@ -44,18 +44,10 @@ def forward(
     """o and lse."""
     n, heads, t = lse.shape
     attention_fwd_kernel[(n * heads * triton.cdiv(t, config.keep),)](
-        q,
-        kv,
-        mask,
-        o,
-        lse,
-        **constants,
-        BLOCK_M=config.keep,
-        BLOCK_N=config.step,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        **overlapping(q.device, n * t),
-    )
+        q, kv, mask, o, lse,
+        **constants, BLOCK_M=config.keep, BLOCK_N=config.step, num_warps=config.num_warps,
+        num_stages=config.num_stages, **overlapping(q.device, n * t),
+    )  # fmt: skip
 
 
 def backward(
@@ -94,17 +86,6 @@ def backward(
             do, q, kv, mask, o, lse, delta, dq, **shared, BLOCK_M=keep, BLOCK_N=step
         )
     attention_bwd_dkdv_kernel[(n * heads * triton.cdiv(keys, keep),)](
-        do,
-        q,
-        kv,
-        mask,
-        o,
-        lse,
-        delta,
-        dq,
-        dkv,
-        **shared,
-        BLOCK_M=step,
-        BLOCK_N=keep,
-        ONE_PASS=one_pass,
-    )
+        do, q, kv, mask, o, lse, delta, dq, dkv,
+        **shared, BLOCK_M=step, BLOCK_N=keep, ONE_PASS=one_pass,
+    )  # fmt: skip

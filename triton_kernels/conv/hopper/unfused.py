@@ -198,24 +198,10 @@ def _launch_tiles(config: UnfusedTiles, operands: ConvOperands) -> None:
     else:
         rings, result, options = _rings(x, config.block_m, images), in_rows(y, rows, images), {}
     conv_unfused_tiles_kernel[(min(tiles, describe(x.device).num_sms),)](
-        in_rows(x, 2, images, block),
-        filters_in_boxes(weight, 64, block),
-        result,
-        bias,
-        n,
-        h,
-        k,
-        c,
-        ROWS=rows,
-        IMAGES=images,
-        W=w,
-        DGRAD=dgrad,
-        BLOCKS=rings[0],
-        STEPS=rings[1],
-        num_warps=4,
-        maxnreg=168,
-        **options,
-    )
+        in_rows(x, 2, images, block), filters_in_boxes(weight, 64, block), result, bias, n, h, k, c,
+        ROWS=rows, IMAGES=images, W=w, DGRAD=dgrad, BLOCKS=rings[0], STEPS=rings[1], num_warps=4,
+        maxnreg=168, **options,
+    )  # fmt: skip
 
 
 def _rings(x: Tensor, pixels: int, images: int) -> tuple[int, int]:
@@ -261,19 +247,10 @@ def _launch_points(config: UnfusedPointwise, operands: ConvOperands) -> None:
     groups = triton.cdiv(c, channels)
     rounds = min(triton.cdiv(m, pixels), max(1, describe(x.device).num_sms // groups))
     conv_unfused_pointwise_kernel[(groups * rounds,)](
-        *_matrices(x, weight, y, pixels),
-        bias,
-        m,
-        c,
-        PIXELS=pixels,
-        K_BLOCKS=triton.cdiv(k, 64),
-        C_BLOCKS=channels // 64,
-        DGRAD=dgrad,
-        BLOCKS=blocks,
-        OUT=out,
-        num_warps=4,
-        maxnreg=168,
-    )
+        *_matrices(x, weight, y, pixels), bias, m, c,
+        PIXELS=pixels, K_BLOCKS=triton.cdiv(k, 64), C_BLOCKS=channels // 64, DGRAD=dgrad,
+        BLOCKS=blocks, OUT=out, num_warps=4, maxnreg=168,
+    )  # fmt: skip
 
 
 def _blocks(k: int, gpu: Device, channels: int, pixels: int) -> tuple[int, int]:
@@ -296,16 +273,11 @@ def _launch_once(config: UnfusedSingleTile, operands: ConvOperands) -> None:
     channels, pixels, warps, programs = config
     tiles = triton.cdiv(m, pixels) * triton.cdiv(c, channels)
     conv_unfused_single_tile_kernel[(tiles,)](
-        *_matrices(x, weight, y, pixels),
-        bias,
-        c,
-        PIXELS=pixels,
-        K_BLOCKS=triton.cdiv(k, 64),
-        C_BLOCKS=channels // 64,
-        DGRAD=dgrad,
+        *_matrices(x, weight, y, pixels), bias, c,
+        PIXELS=pixels, K_BLOCKS=triton.cdiv(k, 64), C_BLOCKS=channels // 64, DGRAD=dgrad,
         BLOCKS=_blocks_at_once(2 * k, describe(x.device), channels, pixels, programs),
         num_warps=warps,
-    )
+    )  # fmt: skip
 
 
 def _blocks_at_once(row: int, gpu: Device, channels: int, pixels: int, programs: int) -> int:

@@ -201,28 +201,11 @@ def launch(
     elif stride == 1:  # `following` the copies of `split_first` took 20 to 27 % longer: programs
         option = overlapping(x.device)  # crowd where those end first
     _conv2d_tma_kernel[(programs, kinds)](
-        x_desc,
-        x_small_desc,
-        w_desc,
-        w_small_desc,
-        bias,
-        tiles(y, config.block_c),
-        tiles(add, config.block_c),
-        k,
-        p,
-        q,
-        c,
-        R=r,
-        S=s,
-        PAD_H=padding[0],
-        PAD_W=padding[1],
-        STRIDE=stride,
-        DGRAD=dgrad,
-        TURNED=dgrad and turned,
-        PRECISION=precision,
-        **tile_sizes(box, config),
-        **option,
-    )
+        x_desc, x_small_desc, w_desc, w_small_desc, bias, tiles(y, config.block_c),
+        tiles(add, config.block_c), k, p, q, c,
+        R=r, S=s, PAD_H=padding[0], PAD_W=padding[1], STRIDE=stride, DGRAD=dgrad,
+        TURNED=dgrad and turned, PRECISION=precision, **tile_sizes(box, config), **option,
+    )  # fmt: skip
 
 
 def worth_transposing(dx: Tensor) -> bool:

@@ -170,18 +170,10 @@ def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> N
     dy_tiles, box, num_tiles, constants = tile_arguments(dy, s, padding, config)
     blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
     _stride2_wgrad_kernel[(blocks, r * s, splits)](
-        in_boxes(by_parity(x), [*box[:2], 1, box[2], config.block_ci]),
-        dy_tiles,
-        partial,
-        ci,
-        p,
-        q,
-        co,
-        num_tiles,
-        triton.cdiv(num_tiles, splits),
-        TAPS=r * s,
-        **constants,
-    )
+        in_boxes(by_parity(x), [*box[:2], 1, box[2], config.block_ci]), dy_tiles, partial, ci, p, q,
+        co, num_tiles, triton.cdiv(num_tiles, splits),
+        TAPS=r * s, **constants,
+    )  # fmt: skip
 
 
 def refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
