@@ -226,6 +226,11 @@ class _Planned(torch.autograd.Function):
         with torch.autocast(device.type, enabled=False):
             launch = ctx.launch or launcher(device)
             run_moves(made.schedule.backward, values, _streams(device), launch)
+        asked = {v for v, dy in zip(graph.outputs, dys, strict=True) if dy is not None}
         starts = [*graph.inputs, *graph.parameters.values()]
         grads = [backward.grads.get(value) for value in starts]
+        grads = [  # of results that have a gradient
+            g if asked & backward.results.get(value, set()) else None
+            for value, g in zip(starts, grads, strict=True)
+        ]
         return None, None, None, *(None if g is None else values[g] for g in grads)

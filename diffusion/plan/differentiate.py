@@ -29,6 +29,7 @@ class Backward:
     start: int  # nodes before it are the forward pass
     seeds: dict[Value, Value] = field(default_factory=dict)  # of each result, its gradient
     grads: dict[Value, Value] = field(default_factory=dict)  # of each value that was asked for
+    results: dict[Value, set[Value]] = field(default_factory=dict)  # which of the seeds' reach it
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,16 @@ class _Differentiation:
         self.sent: dict[Value, list[Value | _Part]] = {}
         self.made: dict[tuple, Value] = {}  # sums, each once
 
+    def results(self, seeds: dict[Value, Value]) -> dict[Value, set[Value]]:
+        """Of each value that was asked for, the results that depend on it."""
+        found = {value: {value} & set(seeds) for value in self.needed}
+        for node in reversed(self.graph.nodes):
+            behind = set().union(*(found.get(value, ()) for value in node.outputs.values()))
+            if node.op != "detach":
+                for value in self.needed.intersection(node.inputs.values()):
+                    found[value] |= behind
+        return {value: found[value] for value in self.wanted}
+
     def run(self) -> Backward:
         graph, forward = self.graph, list(self.graph.nodes)
         backward = Backward(len(forward))
@@ -68,6 +79,7 @@ class _Differentiation:
                 seed = graph.value(f"d_{value.name}", value.shape, value.dtype)
                 backward.seeds[value] = seed
                 self.sent.setdefault(value, []).append(seed)
+        backward.results = self.results(backward.seeds)
         for node in reversed(forward):
             dy = self.collected(node.out)
             if dy is None:

@@ -98,7 +98,7 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
     run = torch._disable_dynamo(_record) if "torch._dynamo" in sys.modules else _record
     try:
         return run(module, args, kwargs, by_device=_casts())
-    except _Casts:
+    except _ByDevice:
         return run(module, args, kwargs, by_device=True)
 
 
@@ -120,28 +120,40 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
         inputs = [shapes.of(x) if isinstance(x, Tensor) else x for x in leaves]
         found = Recording(inputs, *states, differentiable)
         notes, places = _Notes(module, found, shapes), _places(module)
-        result_spec = None
+        made, result_spec = [], None
 
-        def run(inputs: list, states: dict[str, Tensor]) -> list:
-            nonlocal result_spec
-            args, kwargs = pytree.tree_unflatten(inputs, spec)
+        def run(given: dict[int, Tensor], states: dict[str, Tensor]) -> dict[int, Tensor]:
+            nonlocal made, result_spec  # since functionalization's trees make a tuple of a shape
+            leaves = [given.get(i, x) for i, x in enumerate(inputs)]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
             states = {place: states[name] for place, name in places.items()}
             with _Functions(notes):
                 call = torch.func.functional_call
                 result = call(module, states, args, kwargs, tie_weights=False)
-            leaves, result_spec = flatten(result)
-            return leaves
+            made, result_spec = flatten(result)
+            return _tensors_of(made)
 
         with notes:
             try:
-                result = torch.func.functionalize(run)(inputs, states[0] | states[1])
-                found.result = pytree.tree_unflatten(result, result_spec)
-            except (ValueError, TypeError, PlanError, _Casts):
+                tensors = torch.func.functionalize(run)(_tensors_of(inputs), states[0] | states[1])
+                if not by_device and any(_is_meta(x) for x in made):
+                    raise _ByDevice
+                made = [tensors.get(i, x) for i, x in enumerate(made)]
+                found.result = pytree.tree_unflatten(made, result_spec)
+            except (ValueError, TypeError, PlanError, _ByDevice):
                 raise
             except Exception as error:
                 why = f"{type(module).__name__} cannot be traced: {_reason(error)}"
                 raise PlanError(f"{why} ({notes.line_of(error)})") from error
     return found
+
+
+def _tensors_of(leaves: list[Any]) -> dict[int, Tensor]:
+    return {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+
+
+def _is_meta(x: Any) -> bool:
+    return isinstance(x, torch.device) and x.type == "meta"
 
 
 def _reason(error: Exception) -> str:
@@ -174,8 +186,9 @@ def _refuse_hooks(module: nn.Module) -> None:
             raise PlanError(f"a backward hook has no place in a plan ({where} has one)")
 
 
-class _Casts(Exception):
-    """The module is, or has begun a block, under autocast."""
+class _ByDevice(Exception):
+    """What is recorded depends on the tensors' device: the module is, or has begun a block, under
+    autocast, or its result says where they are."""
 
 
 def _casts() -> bool:
@@ -333,7 +346,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, notes = kwargs or {}, self.notes
         if not notes.shapes.by_device and _casts():
-            raise _Casts
+            raise _ByDevice
         function = _INSTEAD.get(function, function)
         name = getattr(function, "__name__", "")
         self._refuse(function, name, args, kwargs)

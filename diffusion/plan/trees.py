@@ -32,7 +32,12 @@ pytree.register_pytree_node(_Fields, lambda x: (x.values, (x.type, x.names)), _m
 
 
 def _branches(tree: Any) -> Any:
-    return pytree.tree_map(lambda x: _Fields(x) if _is_dataclass(x) else x, tree)
+    return pytree.tree_map(lambda x: _Fields(x) if _is_dataclass(x) else x, tree, is_leaf=_is_size)
+
+
+def _is_size(x: Any) -> bool:
+    """Whether it is a tensor's shape, of which PyTorch's trees would make a tuple."""
+    return isinstance(x, torch.Size)
 
 
 def _is_dataclass(x: Any) -> bool:
@@ -41,7 +46,7 @@ def _is_dataclass(x: Any) -> bool:
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """Its leaves, and the tree without them, of which `pytree.tree_unflatten` makes it again."""
-    return pytree.tree_flatten(_branches(tree))
+    return pytree.tree_flatten(_branches(tree), is_leaf=_is_size)
 
 
 def leaves(tree: Any) -> list[Any]:

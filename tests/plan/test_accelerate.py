@@ -424,3 +424,29 @@ def test_an_argument_that_has_changed_has_another_plan():
     fast, x = accelerate(Twice()), torch.ones(2)
     for options.scale in (2.0, 3.0):
         assert torch.equal(fast(x, options), x * options.scale)
+
+
+def test_results_say_where_and_how_large_they_are():
+    class Said(nn.Module):
+        def forward(self, x, size):
+            return x.shape, x.device, size.numel() * x
+
+    x = torch.ones(2, 3)
+    shape, device, y = accelerate(Said())(x, x.shape)
+    assert type(shape) is torch.Size and shape == x.shape and device == x.device
+    assert torch.equal(y, 6 * x)
+
+
+def test_what_no_used_result_depends_on_has_no_gradient():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x):
+            y = self.first(x)
+            return y, self.second(y.detach()), self.second(x)
+
+    fast = accelerate(Two())
+    fast(torch.ones(2, 3))[0].sum().backward()
+    assert fast.first.weight.grad is not None and fast.second.weight.grad is None
