@@ -202,6 +202,13 @@ def _circular_pad(
     return input
 
 
+@instead_of(F.cosine_similarity, torch.cosine_similarity)
+def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
+    x1, x2 = torch.broadcast_tensors(x1, x2)
+    a, b = (x / torch.linalg.vector_norm(x, dim=dim, keepdim=True).clamp_min(eps) for x in (x1, x2))
+    return (a * b).sum(dim)
+
+
 @instead_of(F.channel_shuffle)
 def _channel_shuffle(input: Tensor, groups: int) -> Tensor:
     n, c, *image = input.shape

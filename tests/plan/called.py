@@ -182,7 +182,7 @@ masks = """
     attention(q, k, v, seen[:, None, None].float())
     attention(q, k, v, dropout_p=0.5) -> dropout_p=0.5
     attention(q, k, v, is_causal=True)
-    attention(q, k[:, :1], v[:, :1], enable_gqa=True) -> enable_gqa=True
+    attention(q, k[:, :1], v[:, :1], enable_gqa=True)
     attention(q, k, v[..., :2])
 """
 add_calls("q, k, v", HEADS, KEYS, KEYS, text=masks)
@@ -261,7 +261,7 @@ embeddings = """
     F.embedding(i, w)  F.embedding(i, w, padding_idx=1)  F.embedding(i, w, padding_idx=-2)
     F.embedding(i, w, norm_type=1.0)  F.embedding(i, w, max_norm=0.5) -> changes theirs.0
     F.embedding(i, w, scale_grad_by_freq=True) -> scale_grad_by_freq=True
-    F.embedding(i, w, sparse=True) -> sparse=True
+    F.embedding(i, w, sparse=True) -> sparse=True  F.embedding_bag(i, w) -> _forward_only
 """
 add_calls("i, w", torch.tensor([[1, 2, 2], [0, 1, 1]]), of=((4, 6),), text=embeddings)
 layers = """
@@ -311,7 +311,8 @@ shapes = """
 """
 add_calls("x", IMAGE, text=shapes)
 in_no_table = """
-    x.sort(dim=-1, stable=True)[0]  x.median(1)[0]  torch.var_mean(x, 1)[1]  x.cumprod(1)
+    F.cosine_similarity(x, x.flip(1))  x.sort(dim=-1, stable=True)[0]
+    x.median(1)[0]  torch.var_mean(x, 1)[1]  x.cumprod(1)
     F.celu(x)  F.unfold(x, 2)  F.adaptive_max_pool2d(x, 2)  F.rrelu(x)  x.long().float() + x
     F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)  torch.linalg.inv(x[0, 0, :, :6])
     torch.complex(x, 2 * x).abs()  torch.fft.rfft2(x).abs()  torch.fft.fft(x).conj().imag

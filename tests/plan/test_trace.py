@@ -105,10 +105,6 @@ REFUSED = {
         lambda net, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
         "scaled_dot_product_attention with dropout_p=0.5",
     ),
-    "attention of groups of heads": (
-        lambda net, x: F.scaled_dot_product_attention(x, x[:, :2], x[:, :2], enable_gqa=True),
-        "scaled_dot_product_attention with enable_gqa=True",
-    ),
 }
 
 

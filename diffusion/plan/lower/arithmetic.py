@@ -134,8 +134,9 @@ class _Result:
 def is_function(op: torch._ops.OpOverload) -> bool:
     """Whether an op's results depend on the elements of its arguments alone."""
     drawn = torch.Tag.nondeterministic_seeded in op.tags
-    in_memory = op._opname == "as_strided"  # which depends on where they lie, too
-    return op.namespace == "aten" and not (drawn or in_memory or op._schema.is_mutable)
+    # the first depends on where they lie, too, the second has no gradient
+    never = op._opname in ("as_strided", "_embedding_bag_forward_only")
+    return op.namespace == "aten" and not (drawn or never or op._schema.is_mutable)
 
 
 def function(low: Lowering, *args: Any, **options: Any) -> Any:

@@ -115,12 +115,13 @@ def _activation(low, x, *, approximate="none"):
 
 
 @lowers("scaled_dot_product_attention")
-def _attention(low, q, k, v, mask=None, *, scale=None, is_causal=False):
+def _attention(low, q, k, v, mask=None, *, scale=None, is_causal=False, enable_gqa=False):
     fits = len(q.dims) == 4 and k.shape == v.shape and len(k.dims) == 4
-    fits = fits and (*q.shape[:2], q.shape[3]) == (*k.shape[:2], k.shape[3])
+    fits = fits and not enable_gqa and (*q.shape[:2], q.shape[3]) == (*k.shape[:2], k.shape[3])
     if not fits or is_causal or mask is not None and not _of_keys(mask):
         # no kernel here has it
-        return arithmetic(low, q, k, v, mask, scale=scale, is_causal=is_causal)
+        options = {"scale": scale, "is_causal": is_causal, "enable_gqa": enable_gqa}
+        return arithmetic(low, q, k, v, mask, **options)
     n, heads, t, d = q.shape
     c, keys = heads * d, k.shape[2]
     scale = d**-0.5 if scale is None else scale
