@@ -1,5 +1,7 @@
 """benchmarks.ablate: what is left out is not launched, and an impossible variant is said to be."""
 
+import re
+
 import pytest
 
 from benchmarks import ablate
@@ -22,9 +24,14 @@ def test_a_kernel_that_is_left_out_is_not_launched():
     )
     assert every.startswith("evaluate 2x64x64x3 unet_tiny bf16 without nothing: ")
     assert loss.endswith("without denoise_loss: the same")
-    assert "7 conv_early_kernel" in early and "conv_early_kernel" not in early.split("->")[1]
+    with_early, without = early.split("->")
+    assert "conv_early_kernel" not in without
     assert "impossible: ValueError: no kernel computes" in forward
-    assert "21 conv_early_kernel" in both and "early" not in both.split("->")[1]
+    with_both, without = both.split("->")
+    assert "early" not in without
+    # how many there are, costs decide; those that split K are launched by the same kernel
+    some, more = (int(re.search(r"(\d+) conv_early_kernel", t)[1]) for t in (with_early, with_both))
+    assert 0 < some < more
 
 
 def test_a_row_of_the_fuse_table_that_is_left_out_changes_the_launches():
