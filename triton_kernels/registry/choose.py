@@ -1,8 +1,8 @@
 """`select` chooses a kernel and its configuration; `explain` lists why other kernels do not run.
 
-The choice is the first of these that exists: the measured row of the shape at the nearest batch;
-the measured row of the most similar shape, or of a batch far from this one, unless fitted costs
-predict that it is slow; the configuration with the least predicted time.
+The choice is the first of these that exists: the measured row of the shape and batch; that of the
+shape at the nearest batch, or of the most similar shape, unless fitted costs predict that it is
+slow; the configuration with the least predicted time.
 """
 
 import math
@@ -20,8 +20,7 @@ from .rows import Found, Shape, Table
 from .spec import Spec
 
 _SIMILAR = 6.0  # powers of two between shapes, at most, if one is to say something of the other
-_SLOWER = 1.05  # than predicted: another shape's row is passed over
-_FAR = 3.0  # powers of two between batches: such a row is taken for another shape's
+_SLOWER = 1.05  # than predicted: a row of another shape or batch is passed over
 _SMALLEST_SIZE = 16  # of what shapes may differ in; smaller are sides of filters, and small images
 _NONE = (math.inf, None)
 _ALIKE = {"fp16": "bf16"}  # as fast
@@ -116,7 +115,8 @@ def _measured(op: Op, spec: Spec, gpu: Device) -> Choice | None:
 
 
 def _unless_slow(choice: Choice, op: Op, spec: Spec, gpu: Device) -> Choice:
-    """What another shape's row says, unless models that were fitted to times know better."""
+    """What a row of another shape or batch says, unless models that were fitted to times know
+    better."""
     us = choice.kernel.model(spec, gpu, choice.config)
     if us is None:
         return choice
@@ -148,9 +148,8 @@ def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
     shape = rows.shape_of(of)
     measured = rows.table(gpu).get(op.name, {})
     if by_batch := measured.get(shape):
-        powers, nearest = min((abs(math.log2(max(m, 1) / max(n, 1))), m) for m in by_batch)
-        far = "like" if powers > _FAR else "measured at"
-        yield by_batch[nearest], "measured" if nearest == n else f"{far} n={nearest}"
+        nearest = min(by_batch, key=lambda m: (abs(math.log2(max(m, 1) / max(n, 1))), m))
+        yield by_batch[nearest], "measured" if nearest == n else f"like n={nearest}"
         return
     if not op.counts_similar(spec, gpu):
         return

@@ -167,4 +167,4 @@ class Choice(Generic[C]):
 
     kernel: Kernel[C]
     config: C
-    why: str  # "measured", "measured at n=32", "like ...", "predicted", "default"
+    why: str  # "measured", "like n=32", "like n=32 k=64", "predicted", "default"
