@@ -242,6 +242,8 @@ class _Notes(TorchDispatchMode):
         states = found.parameters | found.buffers
         self.given |= {id(x): name for name, x in states.items()}
         self.twins: dict[int, Tensor] = {}  # of constants, by their ids
+        # ids of tensors that are views or have some, are constants, or come with the call
+        self.shared: set[int] = set(self.given)
         self.function = ""  # the one that Python called
         self.differentiable = found.differentiable  # whether its result has gradients
         self.within = False  # a call that is noted whole
@@ -261,6 +263,12 @@ class _Notes(TorchDispatchMode):
             raise PlanError(f"the module changes {self.given[id(args[0])]} in its forward")
         result = None if self.shapes.by_device else known_result(target, args, kwargs)
         result = target(*args, **kwargs) if result is None else result
+        if any(r.alias_info for r in target._schema.returns) or "view" in target._opname:
+            same = isinstance(result, Tensor) and args and result is args[0]
+            target = self._anew(target, result) if same else target
+            if not same:
+                leaves = pytree.tree_leaves((args, result))
+                self.shared.update(id(x) for x in leaves if isinstance(x, Tensor))
         if not self.within and isinstance(result, Tensor | list | tuple):
             self.note(target, args, kwargs, result)
         return result
@@ -289,8 +297,17 @@ class _Notes(TorchDispatchMode):
             if torch._is_functional_tensor(twin):  # made where functionalization sees it
                 twin = _unwrapped(twin)
             self.twins[id(x)] = twin
+            self.shared.add(id(twin))
             self.found.constants.append((self.twins[id(x)], x))
         return self.twins[id(x)]
+
+    def _anew(self, target: torch._ops.OpOverload, written: Tensor) -> torch._ops.OpOverload:
+        """In place of an op that writes to its first argument, as some ops of PyTorch do within,
+        the op whose result is new, if nothing else sees what it writes."""
+        if id(written) in self.shared or torch.Tag.inplace_view in target.tags:
+            return target
+        named = getattr(_ATEN, target._opname.removesuffix("_"), None)
+        return getattr(named, target._overloadname, target)
 
     def note(self, target: Any, args: tuple, kwargs: dict, result: Any) -> None:
         source = self._source(sys._getframe(2))
@@ -396,6 +413,8 @@ class _Functions(TorchFunctionMode):
             raise self._refused(
                 f"{function.__self__.__name__} of a tensor, which the forward reads,"
             )
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # slower than PyTorch's as one
+            raise self._refused(f"{name}, which would be a node for each step of a sequence,")
         if function == Tensor.data.__set__:
             raise self._refused("data of a tensor, which the forward sets,")
         writes = name in _WRITES or (name.endswith("_") and not name.startswith("_"))
@@ -405,6 +424,8 @@ class _Functions(TorchFunctionMode):
             if given and not name.startswith("requires_grad"):
                 line = self.notes._source(sys._getframe(1))
                 raise PlanError(f"the module changes {given} in its forward ({line})")
+        elif isinstance(written, Tensor) and not name.startswith("requires_grad"):
+            raise self._refused(f"{name} of a tensor with numbers, which the forward writes to,")
         if not self.notes.found.differentiable:
             return
         if name == "requires_grad_" or function == Tensor.requires_grad.__set__:

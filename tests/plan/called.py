@@ -314,6 +314,9 @@ in_no_table = """
     F.cosine_similarity(x, x.flip(1))  x.sort(dim=-1, stable=True)[0]
     x.median(1)[0]  torch.var_mean(x, 1)[1]  x.cumprod(1)
     F.celu(x)  F.unfold(x, 2)  F.adaptive_max_pool2d(x, 2)  F.rrelu(x)  x.long().float() + x
+    F.pairwise_distance(x, 2 * x)  F.cross_entropy(x, x[:, 0].long() % 2, label_smoothing=0.1)
+    torch.gru_cell(x[0, 0], x[0, 1], x[0].tile(1, 4, 1)[0], x[0].tile(1, 4, 1)[1])
+    x.quantile(0.5, dim=1) -> squeeze_
     F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)  torch.linalg.inv(x[0, 0, :, :6])
     torch.complex(x, 2 * x).abs()  torch.fft.rfft2(x).abs()  torch.fft.fft(x).conj().imag
     torch.view_as_real(torch.fft.fft(x) * (1 + 2j))  (torch.fft.fft(x) @ (x * 1j).mT).real
