@@ -15,6 +15,7 @@ from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import tile_mma
 from triton_kernels.registry.chips import chip
+from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.device import describe
 
@@ -171,11 +172,11 @@ class TestGpu:
             extra = extra_case(shape, 128, 64, dtype, device)[:count]
             terms = {"extra": extra, "extra_bias": torch.randn(shape.co, device=device)}
         others = [other for other, _ in terms.get("extra", ())]
-        spec = forward_spec(x, weight, extra=others, groups=groups)
-        configs = CONV_NORM_GRID_SYNC.kernels[0].configs(spec, describe(device))
-        if config is not None and config not in configs:
+        added = {"emb": "emb" in terms, "residual": "residual" in terms, "keep": keep}
+        spec, gpu = forward_spec(x, weight, extra=others, groups=groups, **added), describe(device)
+        if config is not None and config not in CONV_NORM_GRID_SYNC.kernels[0].configs(spec, gpu):
             pytest.skip("not a tile of one image, or too many of them")
-        tile = config or configs[0]
+        tile = config or select(CONV_NORM_GRID_SYNC, spec, gpu).config
         exact_y, exact_sums = conv_forward(x, weight, bias, **terms, stats=True, config=tile)
         g, b = torch.randn(2, shape.co, device=device)
         activation = "silu" if offset == 0 else "identity"
