@@ -297,7 +297,7 @@ FORWARD_ROWS = (
     ),
     Row(
         "a convolution that halves the image", ("conv",), _conv_down,
-        "unmeasured; where zeros are behind the image, no padded copy", ("step",),
+        "unmeasured; only where zeros are behind the image: no padded copy, and TMA", ("step",),
     ),
     Row(
         "upsampling in the norm's pass", ("norm",), _norm_of_upsampled,
