@@ -39,7 +39,7 @@ def test_what_is_timed():
         ("train", "unet64", 8, "bf16"),
         ("train", "ldm_320", 8, "tf32"),
         ("evaluate", "unet64", 16, "bf16"),
-        ("evaluate", "ldm_320", 16, "bf16"),
+        ("evaluate", "ldm_320", 16, "tf32"),
     ]
     for wrong, words in (
         ("models=unet65", "model=unet65 is unknown"),

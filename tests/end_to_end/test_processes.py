@@ -16,7 +16,8 @@ import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def for_ever():
     print("begun", flush=True)
-    subprocess.run([sys.executable, "-c", "import time; time.sleep(1000)"])
+    below = [sys.executable, "-c", "import time; time.sleep(1000)"]
+    subprocess.run(below, stderr=subprocess.DEVNULL)  # or the stacks of both are one text
 for_ever()
 """
 
