@@ -109,7 +109,6 @@ def example(
     batch: int,
     size: str,
     precision: str,
-    trains: bool = False,
     context: str = "",  # 77x768: tokens, and numbers of each
     channels: str = "",
     **changed: Any,  # in the settings of the model
@@ -140,9 +139,9 @@ def _page(given: dict[str, str], changed: dict[str, Any], gpu: Chip) -> Page:
     """Of what train.py and samplers run."""
     trains = given["mode"] == "train"
     what = given["model"], int(given["batch"]), given["size"], given["precision"]
-    what = *what, trains, given["context"], given["channels"]
+    what = *what, given["context"], given["channels"]
     network, args, kwargs = example(*what, **changed)
-    if trains and network.backend.name == "triton" and TrainingUNet.refusal(network) is None:
+    if trains and TrainingUNet.refusal(network) is None:
         x, _, *labels = args
         x = x.permute(0, 2, 3, 1).contiguous()
         return step_page(network.train(), x, *(labels or [None]), gpu)
@@ -156,13 +155,13 @@ def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip
     if isinstance(network, UNet1d) and not trains:
         n, length, _ = args[0].shape
         return real_time_plan(network, n, length, fused_ops, gpu.gpu)
-    kernels = step_kernels(network.backend)
-    if trains or not isinstance(network, UNet) or kernels is None:
+    if trains or not isinstance(network, UNet):
         return plan(network, args, kwargs, trains=trains)
     n, c, h, w = args[0].shape
     device = args[0].device
     shape, context = torch.Size((n, h, w, c)), parts_of(args[2] if len(args) > 2 else None).context
     tokens = 0 if context is None else context.shape[1]
+    kernels = step_kernels(network.backend)
     return sampling_plan(network, shape, device, kernels, gpu.gpu, tokens)
 
 

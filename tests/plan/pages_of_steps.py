@@ -38,9 +38,7 @@ def launched(precision: str, context: str) -> list[str]:
 
 def paged(precision: str, context: str) -> list[str]:
     """A step's."""
-    model, (x, _, *given), _ = example(
-        "unet_tiny", 4, "16", precision, trains=True, context=context
-    )
+    model, (x, _, *given), _ = example("unet_tiny", 4, "16", precision, context=context)
     x = x.permute(0, 2, 3, 1).contiguous()
     page = step_page(model.train(), x, *(given or [None]), chip("h200"))
     return [k for line in page.lines for k in line.launched.kernels if k != "PyTorch"]
