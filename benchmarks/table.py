@@ -13,8 +13,7 @@
 The table has training steps (`benchmarks.train_step`, `benchmarks.papers`) and evaluations
 (`benchmarks.sampling`, `benchmarks.papers`, and `benchmarks.accelerated` for diffusers' networks),
 each captured in one CUDA graph. Lines in which torch.compile is faster stay in it. Rows whose GPU
-is called sm_80-on-NAME ran the code of sm_80 on the GPU NAME; the table says that they were not
-measured on an sm_80 chip.
+is called sm_80-on-NAME ran the code of sm_80 on the GPU NAME, and the table calls their GPU that.
 """
 
 import csv
@@ -30,7 +29,7 @@ from diffusion.errors import ConfigError
 DEFAULTS = {"into": "", "summary": "", "csv": "", "results": ""}
 BEGIN, END = "<!-- models -->", "<!-- end of models -->"
 BEGIN_SUMMARY, END_SUMMARY = "<!-- ratios -->", "<!-- end of ratios -->"
-_OPS = {"train_step": "step", "unet_forward": "evaluation"}
+_OPS = {"train_step": "training step", "unet_forward": "evaluation"}
 _SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)x(\d+) ([\w:]+)")  # images, height, width, channels, model
 _PROVIDER = re.compile(r"(\w+)-(bf16|tf32|fp32|fp16)( graph)?")
 _OTHER_CHIP = re.compile(r"(sm_\d+)-on-(.+)")
@@ -53,14 +52,15 @@ class Line(NamedTuple):
         return self.theirs.median_us / self.ours.median_us
 
     @property
-    def measured(self) -> str:
-        """Whether both sides were measured on this GPU, and in one run."""
-        other = _OTHER_CHIP.fullmatch(self.gpu)
-        if other:
-            return f"no: code of {other[1]} on {_name(other[2])}"
-        if not (self.theirs.run and self.ours.run):  # of before runs had names
-            return "yes, perhaps in two runs"
-        return "yes" if self.theirs.run == self.ours.run else "yes, in two runs"
+    def one_run(self) -> bool:
+        """Whether both sides are known to be of one run (old rows have no name of their run)."""
+        return bool(self.ours.run) and self.theirs.run == self.ours.run
+
+    @property
+    def commit(self) -> str:
+        """Of ours, behind that of torch.compile's side if it is another one."""
+        sides = dict.fromkeys((self.theirs.commit, self.ours.commit))
+        return ", ".join(commit.replace("+changes", "+") for commit in sides)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -99,54 +99,71 @@ def find_lines(rows: Sequence[Row]) -> list[Line]:
 
 
 def format_lines(lines: Sequence[Line]) -> str:
-    """Markdown: the table, and a line with the commits and versions."""
-    header = ["", "model", "images", "GPU", "precision", "torch.compile, ms", "ours, ms", "ratio"]
-    header.append("measured on it")
-    cells = [
-        [
-            _OPS[line.op],
-            f"`{line.model}`",
-            f"{line.images} of {line.size}x{line.size}",
-            _gpu(line.gpu),
-            line.precision,
-            f"{line.theirs.median_us / 1000:.3g}",
-            f"{line.ours.median_us / 1000:.3g}",
-            f"{line.ratio:.2f}",
-            line.measured,
+    """Markdown: a table of steps and one of evaluations, and what their marks mean."""
+    header = ["images", "GPU", "precision", "torch.compile, ms", "ours, ms", "ratio", "commit"]
+    tables = []
+    for op, name in _OPS.items():
+        cells = [
+            [
+                f"`{line.model}`",
+                f"{line.images} of {line.size}x{line.size}",
+                _gpu(line.gpu),
+                line.precision,
+                _milliseconds(line.theirs),
+                _milliseconds(line.ours),
+                _ratio(line),
+                line.commit,
+            ]
+            for line in lines
+            if line.op == op
         ]
-        for line in lines
-    ]
+        if cells:
+            tables.append(harness.format_table([name, *header], cells))
     sides = [row for line in lines for row in (line.theirs, line.ours)]
     versions = sorted({(row.torch.split("+")[0], row.triton) for row in sides})
-    said = ", ".join(f"torch {torch} with triton {triton}" for torch, triton in versions)
-    commits = ", ".join(sorted({row.commit for row in sides}))
-    return f"{harness.format_table(header, cells)}\n\nOf commits {commits}; {said}."
+    notes = [f"torch {torch} with triton {triton}" for torch, triton in versions]
+    if any(row.commit.endswith("+changes") for row in sides):
+        notes.append("`+` after a commit: the commit with changes")
+    if not all(line.one_run for line in lines):
+        notes.append(_TWO_RUNS)
+    text = "; ".join(notes)
+    return "\n\n".join([*tables, f"{text[0].upper()}{text[1:]}."])
+
+
+_TWO_RUNS = "`*`: the two sides may be of two runs"
 
 
 def format_summary(lines: Sequence[Line]) -> str:
     """Markdown: ratios by model, GPU and precision, and a line with the number of losses."""
     groups: dict[tuple, dict[str, list[Line]]] = {}
     for line in lines:
-        group = line.model, line.size, _gpu(line.gpu), line.precision, line.measured.split(",")[0]
+        group = line.model, line.size, _gpu(line.gpu), line.precision
         groups.setdefault(group, {}).setdefault(line.op, []).append(line)
     header = ["model", "image", "GPU", "precision"]
-    header += [f"{op}: ratio (batch)" for op in ("training step", "evaluation")]
-    header.append("measured on it")
+    header += [f"{name}: ratio (batch)" for name in _OPS.values()]
     cells = [
         [f"`{model}`", f"{size}x{size}", gpu, precision]
-        + [", ".join(map(_ratio, by_op.get(op, []))) for op in _OPS]
-        + [measured]
-        for (model, size, gpu, precision, measured), by_op in sorted(groups.items())
+        + [
+            ", ".join(f"{_ratio(line)} ({line.images})" for line in by_op.get(op, []))
+            for op in _OPS
+        ]
+        for (model, size, gpu, precision), by_op in sorted(groups.items())
     ]
     lost = sum(line.ratio < 1 for line in lines)
     said = f"torch.compile is faster in {lost} of these {len(lines)} ratios."
-    if any("two runs" in line.measured for line in lines):
-        said += " `*`: the two sides may be of two runs."
+    if not all(line.one_run for line in lines):
+        said += f" {_TWO_RUNS}."
     return f"{harness.format_table(header, cells)}\n\n{said}"
 
 
+def _milliseconds(row: Row) -> str:
+    """With at least three digits."""
+    time = row.median_us / 1000
+    return f"{time:.0f}" if time >= 100 else f"{time:#.3g}"
+
+
 def _ratio(line: Line) -> str:
-    return f"{line.ratio:.2f}{'*' if 'two runs' in line.measured else ''} ({line.images})"
+    return f"{line.ratio:.2f}{'' if line.one_run else '*'}"
 
 
 def write_into(path: Path, lines: Sequence[Line]) -> None:
@@ -166,10 +183,10 @@ def write_csv(path: Path, lines: Sequence[Line]) -> None:
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         sides = [f"{side}_{what}" for side in ("compile", "ours") for what in _OF_A_SIDE]
-        writer.writerow([*Line._fields[:6], "ratio", "measured", *sides])
+        writer.writerow([*Line._fields[:6], "ratio", "one_run", *sides])
         for line in lines:
             side = (getattr(row, what) for row in (line.theirs, line.ours) for what in _OF_A_SIDE)
-            writer.writerow([*line[:6], f"{line.ratio:.3f}", line.measured, *side])
+            writer.writerow([*line[:6], f"{line.ratio:.3f}", line.one_run, *side])
 
 
 _OF_A_SIDE = ("median_us", "p20_us", "p80_us", "torch", "triton", "commit", "run")
@@ -177,7 +194,7 @@ _OF_A_SIDE = ("median_us", "p20_us", "p80_us", "torch", "triton", "commit", "run
 
 def _gpu(slug: str) -> str:
     other = _OTHER_CHIP.fullmatch(slug)
-    return other[1] if other else _name(slug)
+    return f"{other[1]} code on {_name(other[2])}" if other else _name(slug)
 
 
 def _name(slug: str) -> str:

@@ -1,6 +1,7 @@
 """The table of models, GPUs and precisions."""
 
 import csv
+from dataclasses import replace
 
 import pytest
 
@@ -43,24 +44,31 @@ def test_a_line_for_whatever_both_sides_have():
         ("train_step", "unet64", 128, 64, 1.6),
         ("unet_forward", "unet64", 1, 64, 35.09),
     ]
-    assert [line.measured for line in lines] == [
-        "yes",
-        "yes",
-        "no: code of sm_80 on H100",
-        "yes, in two runs",
-    ]
+    assert [line.one_run for line in lines] == [True, True, True, False]
     text = table.format_lines(lines)
-    assert "`ldm_320`" in text and " 0.86 |" in text and " H200 " in text and " sm_80 " in text
-    assert text.endswith("Of commits abc1234; torch 2.11.0 with triton 3.6.0.")
+    assert "`ldm_320`" in text and " 0.86 | abc1234 " in text and " H200 " in text
+    assert " sm_80 code on H100 " in text and " 35.09* " in text
+    assert " 30.0 | " in text and " 1.00 | " in text  # three digits
+    assert text.endswith("Torch 2.11.0 with triton 3.6.0; `*`: the two sides may be of two runs.")
+
+
+def test_the_commits_of_both_sides_are_named_once():
+    theirs, ours = pair()
+    (line,) = table.find_lines([replace(theirs, commit="1234567"), ours])
+    assert line.commit == "1234567, abc1234"
+    changed = [replace(side, commit="abc1234+changes") for side in (theirs, ours)]
+    (line,) = table.find_lines(changed)
+    assert line.commit == "abc1234+"
+    assert table.format_lines([line]).endswith("`+` after a commit: the commit with changes.")
 
 
 def test_the_short_table_has_a_line_a_model_gpu_and_precision():
     text = table.format_summary(table.find_lines(ROWS))
     cells = [[c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines()]
     assert cells[2:5] == [
-        ["`ldm_320`", "32x32", "H200", "bf16", "0.86 (32)", "", "yes"],
-        ["`unet64`", "64x64", "H200", "bf16", "3.00 (128)", "35.09* (1)", "yes"],
-        ["`unet64`", "64x64", "sm_80", "bf16", "1.60 (128)", "", "no: code of sm_80 on H100"],
+        ["`ldm_320`", "32x32", "H200", "bf16", "0.86 (32)", ""],
+        ["`unet64`", "64x64", "H200", "bf16", "3.00 (128)", "35.09* (1)"],
+        ["`unet64`", "64x64", "sm_80 code on H100", "bf16", "1.60 (128)", ""],
     ]
     assert text.endswith(
         "torch.compile is faster in 1 of these 4 ratios. `*`: the two sides may be of two runs."
