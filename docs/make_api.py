@@ -2,10 +2,13 @@
 
 import ast
 import inspect
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+QUOTED = re.compile(r'(: |-> )"([^"]+)"')  # an annotation that is a string
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
 
@@ -60,26 +63,46 @@ def class_described(made: type) -> str:
 
 
 def members(made: type) -> Iterator[str]:
-    """The fields with their comments, and the heads of the public methods."""
+    """The fields with their comments, properties as fields, and the heads of the public methods."""
     source = inspect.getsource(made)
     (tree,) = ast.parse(source).body
     lines = source.splitlines()
     for node in tree.body:
-        end = None
         if isinstance(node, ast.AnnAssign) and not node.target.id.startswith("_"):
-            end = node.end_lineno
-        elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            end = node.body[0].lineno - 1
-        elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            end = node.body[0].lineno - 1
-        if end is not None:
-            yield from (line.removeprefix("    ") for line in lines[node.lineno - 1 : end])
+            yield from taken(lines, node.lineno, node.end_lineno)
+        elif isinstance(node, ast.FunctionDef) and "property" in decorators(node):
+            said = "".join(f"  # {sentence}" for sentence in first_sentence(node))
+            yield f"{node.name}: {ast.unparse(node.returns)}{said}"
+        elif isinstance(node, ast.FunctionDef) and (
+            node.name == "__init__" or not node.name.startswith("_")
+        ):
+            yield from taken(lines, node.lineno, node.body[0].lineno - 1)
+            for sentence in first_sentence(node):
+                yield from textwrap.wrap(
+                    sentence, 100, initial_indent="    # ", subsequent_indent="    # "
+                )
+
+
+def taken(lines: list[str], first: int, last: int) -> list[str]:
+    """Lines of a class's body, numbered from 1, without their indentation."""
+    return [line.removeprefix("    ") for line in lines[first - 1 : last]]
+
+
+def decorators(node: ast.FunctionDef) -> list[str]:
+    return [ast.unparse(decorator) for decorator in node.decorator_list]
+
+
+def first_sentence(node: ast.FunctionDef) -> list[str]:
+    """Of the docstring, without its full stop; none without a docstring."""
+    said = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    return [said.split(". ")[0].rstrip(".")] if said else []
 
 
 def head(source: str) -> list[str]:
     """The lines of a definition before its body, without its decorators."""
     (node,) = ast.parse(source).body
-    return source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
+    lines = source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
+    return [QUOTED.sub(r"\1\2", line) for line in lines]
 
 
 if __name__ == "__main__":

@@ -114,6 +114,12 @@ def test_the_page_of_the_interface_is_made_from_the_docstrings():
     assert make_api.page() == make_api.PAGE.read_text(), "run python docs/make_api.py"
 
 
+def test_the_page_of_the_interface_has_properties_without_a_call():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert "\nnum_parameters: int" in page and "def num_parameters" not in page
+    assert not re.search(r'(: |-> )"(str|int|nn)', page)  # annotations without quotation marks
+
+
 def test_what_is_read_first_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert len((ROOT / "docs" / "design.md").read_text().split()) <= 2000
