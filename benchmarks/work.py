@@ -6,6 +6,7 @@ that it returns, once; nothing is said of what its kernels do beside (partial su
 fetched twice). A convolution in parts counts as what they add up to.
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -115,9 +116,8 @@ def noted_work(
 
     with ExitStack() as stack:
         for module in (fused, triton_kernels):
-            for name in module.__all__:
-                op = getattr(module, name)
-                if callable(op) and not isinstance(op, type):
+            for name, op in list(vars(module).items()):
+                if inspect.isfunction(op):
                     stack.enter_context(mock.patch.object(module, name, noted(name, op)))
         sums = noted("square_sums", gradient_norm.square_sums)
         stack.enter_context(mock.patch.object(gradient_norm, "square_sums", sums))

@@ -19,6 +19,7 @@ Of convolutions some are for sampling alone:
 `OPS` are the ops that one launch or several can compute: `diffusion.plan` asks them which it should
 be (`Op.why_apart`).
 """
+# ruff: noqa: F401  (a plan finds these names here)
 
 import torch
 from torch import Tensor
@@ -68,66 +69,6 @@ from .norm.tables import norm_grad_table, norm_table
 from .reductions.column_sum import column_rows
 from .reductions.row_sums import RowSums, bias_grad
 from .resample.op import gather, spread, spread_add
-
-__all__ = [
-    "OPS",
-    "SMALL_NORM",
-    "NextNorm",
-    "RowSums",
-    "activation_grad",
-    "apply",
-    "apply_upsampled",
-    "attention_backward",
-    "attention_forward",
-    "avg_pool",
-    "avg_pool_grad",
-    "begin_step",
-    "bias_grad",
-    "conv_down",
-    "conv_down_input_grad",
-    "conv_few",
-    "conv_forward",
-    "conv_input_grad",
-    "conv_norm_grid_sync",
-    "conv_norm",
-    "conv_of_upsampled",
-    "conv_of_upsampled_input_grad",
-    "conv_plain_input_grad",
-    "conv_split",
-    "conv_stage",
-    "conv_upsampled",
-    "conv_upsampled_input_grad",
-    "conv_weight_grad",
-    "conv_weight_grads",
-    "cross_attention_backward",
-    "cross_attention_forward",
-    "head",
-    "linear_grads",
-    "norm_apply",
-    "norm_apply_upsampled",
-    "norm_backward",
-    "norm_conv",
-    "norm_conv_of_two",
-    "norm_dx",
-    "norm_grad_table",
-    "norm_of_sums",
-    "norm_of_sums_upsampled",
-    "norm_table",
-    "norm_single_cta",
-    "pad_channels",
-    "project",
-    "projected_attention",
-    "resample_parts",
-    "sinusoids",
-    "skip_backward",
-    "skip_dx",
-    "sum_parts",
-    "tensor_partials",
-    "tensor_rows",
-    "upsample",
-    "upsample_grad",
-    "upsampled_filters",
-]
 
 OPS = {
     op.name: op

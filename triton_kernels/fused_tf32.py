@@ -33,7 +33,7 @@ OPERANDS = (
 
 def in_tf32(kernels: ModuleType) -> SimpleNamespace:
     """`fused_ops`, or its reference, with results rounded that products in TF32 read."""
-    named = {name: getattr(kernels, name) for name in kernels.__all__}
+    named = {name: value for name, value in vars(kernels).items() if not name.startswith("_")}
     named |= {name: _rounding(named[name]) for name in OPERANDS}
 
     def rounded(x: Tensor) -> Tensor:

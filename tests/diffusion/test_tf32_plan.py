@@ -78,8 +78,7 @@ def _seeing(kernel: Callable, seen: See, weights: See) -> Callable:
 
 def attending(kernels: ModuleType, seen: See) -> SimpleNamespace:
     """`kernels` whose attention sees this of its operands."""
-    k = SimpleNamespace(**{name: getattr(kernels, name) for name in kernels.__all__})
-    k.__all__ = kernels.__all__
+    k = SimpleNamespace(**{name: value for name, value in vars(kernels).items() if name[0] != "_"})
     k.attention_forward = lambda qkv, *rest: kernels.attention_forward(seen(qkv), *rest)
     k.attention_backward = _seeing(kernels.attention_backward, seen, seen)
     k.cross_attention_forward = _seeing(kernels.cross_attention_forward, seen, seen)
