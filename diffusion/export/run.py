@@ -113,9 +113,7 @@ def export(config: dict[str, Any]) -> Path:
         _check_target(target, settings)
     write, graph = _prepare(settings)
     if graph is not None:  # half a minute for a network of 20 M parameters
-        print(
-            f"{settings.ckpt}: tracing the network, then running the {settings.format}", flush=True
-        )
+        print(f"{settings.ckpt}: tracing the network, then comparing the graph with it", flush=True)
     aside = out.with_name(f".writing_{out.name}")
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +187,7 @@ def _diffusers(path: Path, trained: Trained) -> str:
     model = _another(found.settings, trained)
     check_same_model(str(path), found.state, dict(model.named_parameters()))
     model.load_state_dict(found.state)
-    return f"read back, outputs within {_difference(model, trained):.1e}"
+    return f"read back: largest difference of outputs {_difference(model, trained):.1e}"
 
 
 def _guided_diffusion(path: Path, trained: Trained) -> str:

@@ -249,7 +249,8 @@ def draw_share(
     if processes.is_first:
         how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
         how += f", {processes.count} processes" if processes.count > 1 else ""
-        print(f"drawing in {backend.dtype} with backend {backend.name}, {how}")
+        dtype = str(backend.dtype).removeprefix("torch.")
+        print(f"drawing in {dtype} with backend {backend.name}, {how}")
     if isinstance(network, InferenceUNet):
         context = parts_of(labels).context
         tokens = 0 if context is None else context.shape[1] - 1

@@ -110,7 +110,7 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
         mean = np.convolve(loss, np.ones(window) / window, mode="valid")
         axes.plot(steps[window - 1 :], mean, color="#08519c", label=f"mean of {window} rows")
     _show_powers(axes, loss)
-    axes.set(xlabel="step", ylabel="loss")
+    _name_axes(axes, "loss")
     name = out.parent.name.encode(errors="replace").decode()  # as a file system may not have it
     axes.set_title(name, parse_math=False)  # a $ is no formula
     axes.grid(alpha=0.3, which="both")
@@ -121,6 +121,12 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
 def _style(values: Sequence[float]) -> str:
     """Of a line through these: a single one has no length to be seen by."""
     return "o" if len(values) == 1 else "-"
+
+
+def _name_axes(axes: Any, of: str) -> None:
+    """Steps below, which are whole numbers."""
+    axes.set(xlabel="step", ylabel=of)
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _show_powers(axes: Any, values: Sequence[float]) -> None:
@@ -151,7 +157,7 @@ def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path
         style = {"linewidth": 1, "label": name.replace("$", r"\$")}
         axes.plot(steps[window - 1 :], mean, _style(mean), **style)
     _show_powers(axes, [value for _, loss in curves.values() for value in loss])
-    axes.set(xlabel="step", ylabel="loss, a mean over a twentieth of the run")
+    _name_axes(axes, "loss, a mean over a twentieth of the run")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize=8)
     figure.savefig(out)

@@ -139,7 +139,7 @@ def test_a_process_that_the_weights_program_has_not_is_said(
 def test_diffusers(run, tmp_path, capsys):
     out = tmp_path / "pipeline"
     export({"ckpt": str(run), "format": "diffusers", "out": str(out)})
-    assert "read back, outputs within" in capsys.readouterr().out
+    assert "read back: largest difference of outputs" in capsys.readouterr().out
     found = load_trained(out, CPU)
     assert same(found.model.state_dict(), parameters(run))
     with pytest.raises(ConfigError, match="pipeline exists; overwrite=true replaces it"):
@@ -153,7 +153,7 @@ def test_a_policy_by_torch_export(tmp_path, capsys):
     out = tmp_path / "model.pt2"
     export({"ckpt": str(run), "format": "torch_export", "out": str(out)})
     began, ended = capsys.readouterr().out.splitlines()
-    assert began == f"{run}: tracing the network, then running the torch_export"
+    assert began == f"{run}: tracing the network, then comparing the graph with it"
     assert "run by torch.export at batch 1 and 3" in ended
     files = {"denoiser.json": ""}
     program = torch.export.load(out, extra_files=files).module()

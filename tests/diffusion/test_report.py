@@ -110,6 +110,17 @@ def test_losses_stand_on_a_logarithmic_axis(last, scale):
     assert axes.get_yscale() == scale and "0.6" in labels
 
 
+def test_steps_below_a_curve_are_whole_numbers():
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    axes = figure.add_subplot()
+    axes.plot([2, 4], [1, 0.9])
+    pictures._name_axes(axes, "loss")
+    figure.draw_without_rendering()
+    assert [text.get_text() for text in axes.get_xticklabels()][1:-1] == ["2", "3", "4"]
+
+
 def test_folders_are_in_the_order_of_their_numbers(tmp_path):
     names = ["lr=1e-05", "lr=0.0002", "lr=0.001", "lr=2", "lr=10", "lr=x"]
     for name in reversed(names):
