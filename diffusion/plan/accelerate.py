@@ -1,5 +1,6 @@
 """A module that runs the forward and backward of another module by a plan."""
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -26,12 +27,16 @@ from .trees import flatten, holds_tensors, leaves
 _MODULES = threading.RLock()
 
 
+_KEPT = 8  # plans of calls that differ in the module's attributes alone
+
+
 class Accelerated(nn.Module):
     """`module`, run by its plan. It has the same parameters (`self.module`'s), arguments, results
     and attributes.
 
-    There is a plan for every combination of shapes, dtypes, modes and arguments that are no
-    tensors; the first call of each makes it. PlanError, with the reason: the module has none.
+    There is a plan for every combination of shapes, dtypes, modes, arguments that are no tensors,
+    and attributes that the forward pass reads; the first call of each makes it. PlanError, with the
+    reason: the module has none.
     """
 
     def __init__(
@@ -42,9 +47,10 @@ class Accelerated(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"{type(module).__name__} is no torch.nn.Module, which a plan is of")
-        self.module, self._launch = module, launch
-        self._plans: dict[tuple, Plan] = {}
+        self._launch = launch
+        self._plans: dict[tuple, list[Plan]] = {}  # which differ in what the module read of itself
         self._apart: set[tuple] = set()  # of calls whose numbers cannot be tensors
+        self.module = module
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_plans": {}, "_apart": set()}  # plans are made again
@@ -55,12 +61,34 @@ class Accelerated(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = vars(self).get("_modules", {}).get("module")
+        if module is not None and name not in vars(self) and _is_attribute(module, name):
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's, with its names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        call = self._hidden if "torch._dynamo" in sys.modules else self._call
+        return call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if is_recording():  # for the plan of a module that this is a part of
             return self.module(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise PlanError("torch.func cannot transform a plan (vmap, grad, jvp); use `.module`")
         return self.run(*self.plan_of(args, kwargs))
+
+    _hidden = torch._disable_dynamo(_call)  # from torch.compile, which would compile the planning
 
     def run(self, made: Plan, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a plan makes of arguments as `plan_of` gives them."""
@@ -90,9 +118,10 @@ class Accelerated(nn.Module):
         has_numbers = any(a is not b for a, b in zip(leaves, numbers, strict=True))
         for given, fixed in ((numbers, False), (leaves, True)):
             key = self._key(given, spec)
-            if key in self._plans:
-                return self._plans[key], *pytree.tree_unflatten(given, spec)
-            if not fixed and has_numbers and self._key(leaves, spec) in self._plans:
+            made = self._found(key)
+            if made is not None:
+                return made, *pytree.tree_unflatten(given, spec)
+            if not fixed and has_numbers and self._found(self._key(leaves, spec)) is not None:
                 continue
             try:
                 if has_numbers and not fixed:
@@ -101,13 +130,18 @@ class Accelerated(nn.Module):
                     if not are_tensors(self.module, (args, kwargs), as_tensors):
                         self._apart.add(key)
                         continue
-                self._plans[key] = self._made(*(as_tensors if not fixed else (args, kwargs)))
+                made = self._made(*(as_tensors if not fixed else (args, kwargs)))
             except (PlanError, ValueError, TypeError):
                 if fixed or not has_numbers:
                     raise
                 continue
-            return self._plans[key], *pytree.tree_unflatten(given, spec)
+            self._plans[key] = [*self._plans.get(key, [])[1 - _KEPT :], made]
+            return made, *pytree.tree_unflatten(given, spec)
         raise AssertionError("unreachable")
+
+    def _found(self, key: tuple) -> Plan | None:
+        """The plan of a call like this, if the module is what it was then."""
+        return next((p for p in self._plans.get(key, ()) if p.traced.reads.hold()), None)
 
     def _made(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
         gradients = torch.is_grad_enabled()
@@ -134,9 +168,12 @@ class Accelerated(nn.Module):
             else (type(x), _hashable(x))
             for x in leaves
         )
-        modules = tuple(m.training for m in self.module.modules())
-        parameters = tuple(
-            (p.dtype, p.device, gradients and p.requires_grad) for p in self.module.parameters()
+        states = tuple(
+            (name, x.shape, x.dtype, x.device, gradients and x.requires_grad)
+            for part in _parts(self.module)
+            for states in (part._parameters, part._buffers)
+            for name, x in states.items()
+            if x is not None
         )
         kinds = {x.device.type for x in leaves if isinstance(x, Tensor)} or {"cpu"}
         autocast = tuple(
@@ -144,15 +181,33 @@ class Accelerated(nn.Module):
             for kind in sorted(kinds)
             if torch.is_autocast_enabled(kind)
         )
-        return described, str(spec), modules, parameters, autocast, self._tf32()
+        return described, str(spec), states, autocast, self._tf32()
 
     def _tf32(self) -> tuple[bool, bool]:
         """Whether convolutions, and other products, may be in TF32: as PyTorch has been told, and
         the framework's layers."""
-        layers = all(m.backend.allow_tf32 for m in self.module.modules() if isinstance(m, Layer))
+        ours = [m.backend.allow_tf32 for m in _parts(self.module) if isinstance(m, Layer)]
         flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-        is_ours = any(isinstance(m, Layer) for m in self.module.modules())
-        return (layers, layers) if is_ours else flags
+        return (all(ours), all(ours)) if ours else flags
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """As `module.modules()`, which takes five times as long."""
+    found, rest = {}, [module]
+    while rest:
+        part = rest.pop()
+        if id(part) not in found:
+            found[id(part)] = part
+            rest += [child for child in part._modules.values() if child is not None]
+    return list(found.values())
+
+
+def _is_attribute(module: nn.Module, name: str) -> bool:
+    """Whether the module itself has it, and not its class alone."""
+    if isinstance(module, Accelerated):
+        return _is_attribute(module.module, name)
+    parts = vars(module), module._parameters, module._buffers, module._modules
+    return any(name in part for part in parts)
 
 
 def _hashable(x: Any) -> Any:
@@ -190,7 +245,11 @@ def _evaluate(
     with torch.autocast(device.type, enabled=False):
         launch = launch or launcher(device)
         run_moves(made.schedule.forward, values, _streams(device), launch)
-    return tuple(values[v] for v in graph.outputs), values
+    outputs: dict[Value, Tensor] = {}
+    for v in graph.outputs:  # two of one tensor, of which one may have no gradient
+        seen = any(values[v] is y for w, y in outputs.items() if w is not v)
+        outputs[v] = values[v].detach() if seen else values[v]
+    return tuple(outputs[v] for v in graph.outputs), values
 
 
 class _Planned(torch.autograd.Function):

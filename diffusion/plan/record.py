@@ -8,7 +8,8 @@ plan but several in PyTorch are recorded as one (`_WHOLE`).
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -91,7 +92,8 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
 
     PlanError: the forward pass writes to a parameter, a buffer or an argument, depends on numbers
     that are not known before, asks which tensors have gradients, or has gradients of its own: of
-    tensors that are no parameters, through hooks, or by writing where none are recorded.
+    tensors that are no parameters, through hooks, or by writing where none are recorded; or a hook
+    or the forward pass does what no plan does, such as to append to a list that it was given.
     ValueError and TypeError are the module's own.
     """
     # a module that is compiled may be planned in its first call
@@ -108,6 +110,7 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
     _refuse_hooks(module)
     with ExitStack() as stack:
         stack.enter_context(_attributes_kept(module))
+        _refuse_silent_hooks(module)
         # in inference mode PyTorch takes nothing apart, and writes in place
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(differentiable))
@@ -127,9 +130,14 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
             leaves = [given.get(i, x) for i, x in enumerate(inputs)]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             states = {place: states[name] for place, name in places.items()}
+            before = dict(states)
             with _Functions(notes):
                 call = torch.func.functional_call
                 result = call(module, states, args, kwargs, tie_weights=False)
+            for place, x in before.items():  # in which the call leaves what is there behind it
+                if states[place] is not x:
+                    raise PlanError(f"the module sets {place} in its forward")
+            _refuse_changes(leaves, spec, (args, kwargs))
             made, result_spec = flatten(result)
             return _tensors_of(made)
 
@@ -179,11 +187,40 @@ def _places(module: nn.Module) -> dict[str, str]:
     return {place: first[id(x)] for place, x in every if x is not None}
 
 
+def _refuse_changes(leaves: list[Any], spec: pytree.TreeSpec, given: tuple) -> None:
+    """Of a list or a dict among the arguments, which the caller has again behind the call."""
+    now, spec_now = flatten(given)
+    if spec_now != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
+        raise PlanError("the module changes a list, a dict or a dataclass among its arguments")
+
+
 def _refuse_hooks(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             where = name or type(part).__name__
             raise PlanError(f"a backward hook has no place in a plan ({where} has one)")
+
+
+def _refuse_silent_hooks(module: nn.Module) -> None:
+    """Until attributes are what they were: a forward hook that returns nothing keeps or prints what
+    it gets, which it would get once, without numbers."""
+
+    def heard(name: str, hook: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = hook(*args, **kwargs)
+            if result is None:
+                raise PlanError(
+                    f"a forward hook that returns nothing has no place in a plan ({name})"
+                )
+            return result
+
+        return call
+
+    for name, part in module.named_modules():
+        if part._forward_hooks:
+            where = name or type(part).__name__
+            hooks = ((key, heard(where, hook)) for key, hook in part._forward_hooks.items())
+            vars(part)["_forward_hooks"] = OrderedDict(hooks)
 
 
 class _ByDevice(Exception):

@@ -23,6 +23,7 @@ from .lower import by_pytorch, layers, shapes  # noqa: F401  they fill the table
 from .lower.arithmetic import function, is_function
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood
+from .reads import Reads, reads_of
 from .record import Call, Recording, record
 from .trees import flatten, holds_tensors, leaves
 from .views import View, whole
@@ -36,6 +37,7 @@ class Traced:
     given: list[int]  # which leaves of (args, kwargs) are the graph's inputs
     results: list[int | Any]  # of each leaf of the result: the graph's output, or what it is
     output_spec: pytree.TreeSpec
+    reads: Reads  # what the module read of itself
 
     def leaves(self, args: tuple, kwargs: dict) -> list[Tensor]:
         """The graph's inputs in a call."""
@@ -64,9 +66,9 @@ def trace(
     for i, x in enumerate(leaves((args, kwargs))):
         if isinstance(x, Tensor) and x.numel() == 0:
             raise PlanError(f"its argument {i} is {list(x.shape)}: no plan is for empty tensors")
-    with plain_layers(module, dtype):
+    with plain_layers(module, dtype), reads_of(module) as names:
         recording = record(module, args, kwargs or {})
-    traced = _Tracer(recording).run()
+    traced = _Tracer(recording).run(Reads(names))
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     traced.graph.trainable &= trained
     return traced
@@ -138,7 +140,7 @@ class _Tracer:
         self.low = Lowering(self.graph, recording.differentiable)
         self.made: dict[int, View] = {}  # by the tensors' ids
 
-    def run(self) -> Traced:
+    def run(self, reads: Reads) -> Traced:
         given = self._begin()
         for call in self.recording.calls:
             self._call(call)
@@ -155,7 +157,7 @@ class _Tracer:
                 results.append(leaf)
         self.graph.outputs, self.graph.source = outputs, ""
         canonicalise(self.graph)
-        return Traced(self.graph, given, results, spec)
+        return Traced(self.graph, given, results, spec, reads)
 
     def _begin(self) -> list[int]:
         """What the graph starts from; which of the call's leaves are inputs."""

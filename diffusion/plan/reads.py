@@ -1,0 +1,122 @@
+"""What a module reads of its parts while it is recorded: a plan serves as long as that is the same.
+
+A number of dropout, a hook, a layer that took another's place, or a switch of an adapter decides
+what the forward pass computes, and no argument tells. So the names that the recording read are
+noted, with what is there, and compared in every call. Parameters and buffers are not among them:
+a call reads them anew.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NOTHING = object()  # where no instance has the name: a method of the class, for example
+_SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+_FIXED = (*_SIMPLE, type, FunctionType, MethodType, BuiltinFunctionType, nn.Module)
+_NOT_NOTED = frozenset(["__dict__", "__class__", "_parameters", "_buffers"])
+_ONE = threading.Lock()  # thread at a time
+Names = dict[tuple[int, str], nn.Module | None]  # None: written before it was read
+
+
+@contextmanager
+def reads_of(module: nn.Module) -> Iterator[Names]:
+    """Notes which attributes of the module's parts this thread reads within."""
+    parts, found, thread = {id(part) for part in module.modules()}, {}, threading.get_ident()
+    write = nn.Module.__setattr__
+
+    def noted(part: nn.Module, name: str) -> bool:
+        return id(part) in parts and threading.get_ident() == thread and name not in _NOT_NOTED
+
+    def read(self: nn.Module, name: str) -> Any:
+        if noted(self, name):
+            found.setdefault((id(self), name), self)
+        return object.__getattribute__(self, name)
+
+    def written(self: nn.Module, name: str, value: Any) -> None:
+        if noted(self, name):
+            found.setdefault((id(self), name), None)
+        write(self, name, value)
+
+    with _ONE:
+        nn.Module.__getattribute__, nn.Module.__setattr__ = read, written
+        try:
+            yield found
+        finally:
+            del nn.Module.__getattribute__
+            nn.Module.__setattr__ = write
+
+
+class Reads:
+    """What was read, as it is now."""
+
+    def __init__(self, names: Names) -> None:
+        self.empty: list[tuple[dict, str, type]] = []  # such as the hooks of most parts
+        self.equal: list[tuple[dict, str, Any]] = []
+        self.inner: list[tuple[dict, str, Any]] = []  # with what is in it
+        for (_, name), part in names.items():
+            if part is None or name in part._parameters or name in part._buffers:
+                continue
+            at = part._modules if name in part._modules else vars(part)
+            x = at.get(name, _NOTHING)
+            if isinstance(x, list | dict | set) and not x:
+                self.empty.append((at, name, type(x)))
+            elif _is_fixed(x) or _are_fixed(x):
+                self.equal.append((at, name, x.copy() if isinstance(x, list | dict) else x))
+            else:
+                self.inner.append((at, name, _frozen(x)))
+
+    def hold(self) -> bool:
+        """Whether all of it is what it was."""
+        for at, name, x in self.equal:
+            y = at.get(name, _NOTHING)
+            if y is not x and (type(y) is not type(x) or y != x):
+                return False
+        for at, name, kind in self.empty:
+            y = at.get(name)
+            if y or type(y) is not kind:
+                return False
+        return all(_frozen(at.get(name, _NOTHING)) == x for at, name, x in self.inner)
+
+
+class _Same:
+    """An object that equals itself alone; it is kept, so that no other has its place."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, _Same) and other.of is self.of
+
+    __hash__ = None
+
+
+def _is_fixed(x: Any) -> bool:
+    """Whether it equals itself alone, or what it stands for, and nothing changes in it unseen."""
+    return isinstance(x, _FIXED) or x is _NOTHING
+
+
+def _are_fixed(x: Any) -> bool:
+    """Likewise of all that is in it."""
+    if isinstance(x, tuple | list):
+        return all(map(_is_fixed, x))
+    return isinstance(x, dict) and all(map(_is_fixed, x.values()))
+
+
+def _frozen(x: Any, depth: int = 3) -> Any:
+    """A copy that is compared with what is there later."""
+    if isinstance(x, _SIMPLE):
+        return type(x), x
+    if isinstance(x, Tensor):
+        return _Same(x), 0 if x.is_inference() else x._version
+    if depth and isinstance(x, list | tuple | set | frozenset):
+        return type(x), [_frozen(y, depth - 1) for y in x]
+    if depth and isinstance(x, dict):
+        return type(x), [(_frozen(k, 0), _frozen(y, depth - 1)) for k, y in x.items()]
+    if depth and hasattr(x, "__dict__") and not _is_fixed(x):  # such as a configuration
+        return _Same(x), _frozen(vars(x), depth - 1)
+    return _Same(x)

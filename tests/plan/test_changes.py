@@ -1,0 +1,245 @@
+"""What changes around an accelerated module between calls: its layers, their attributes, hooks,
+weights from elsewhere; and what a forward pass changes itself."""
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from diffusion import accelerate
+from diffusion.plan.graph import PlanError
+
+
+class Scaled:
+    """A part that is no module, as diffusers' processors."""
+
+    def __init__(self):
+        self.scale = 1.0
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4)
+        self.act, self.drop, self.out = nn.SiLU(), nn.Dropout(0.5), nn.Conv2d(4, 3, 1)
+        self.register_buffer("mean", torch.zeros(3, 1, 1, dtype=torch.float64))
+        self.gain, self.sizes, self.given = 1.0, [2, 2], {"alpha": 1.0}
+        self.config, self.scaled = SimpleNamespace(shift=0.0), Scaled()
+        self.table, self.step = torch.ones(3, 1, 1, dtype=torch.float64), 0
+
+    def forward(self, x):
+        y = self.drop(self.act(self.norm(self.conv(x - self.mean))))
+        y = y + F.avg_pool2d(y, self.sizes).amax((2, 3), keepdim=True)
+        y = self.out(y) * self.gain * self.given["alpha"] + self.config.shift
+        return self.scaled(y) * self.table
+
+
+@pytest.fixture
+def nets():
+    """A module in evaluation and an accelerated copy, which has a plan; and an input."""
+    torch.manual_seed(0)
+    module, x = Net().double().eval(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    fast = accelerate(copy.deepcopy(module))
+    fast(x)
+    return module, fast, x
+
+
+def _lora(net):
+    """As adapters are put in, by another forward method."""
+    before, added = net.conv.forward, nn.Conv2d(3, 4, 1).double()
+    added.requires_grad_(False).weight.fill_(1)
+    net.conv.forward = lambda x: before(x) + added(x)
+
+
+CHANGES = {
+    "a number": lambda net: setattr(net, "gain", 2.0),
+    "a layer's number": lambda net: setattr(net.norm, "eps", 0.5),
+    "in a list": lambda net: net.sizes.__setitem__(0, 4),
+    "in a dict": lambda net: net.given.update(alpha=3.0),
+    "in a configuration": lambda net: setattr(net.config, "shift", 1.0),
+    "in an object that is called": lambda net: setattr(net.scaled, "scale", 0.5),
+    "a tensor that is no buffer": lambda net: net.table.mul_(2),
+    "another tensor": lambda net: setattr(net, "table", torch.full_like(net.table, 3)),
+    "another layer": lambda net: setattr(net, "act", nn.ReLU()),
+    "a layer of another width": lambda net: setattr(net, "out", nn.Conv2d(4, 1, 1).double()),
+    "a hook": lambda net: net.out.register_forward_hook(lambda part, given, y: y * 2),
+    "a hook before": lambda net: net.out.register_forward_pre_hook(lambda part, x: (x[0] + 1,)),
+    "a method": _lora,
+    "a buffer": lambda net: net.mean.add_(1),
+    "another buffer": lambda net: setattr(net, "mean", torch.ones_like(net.mean)),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_changes_between_calls_counts(nets, what):
+    module, fast, x = nets
+    before = module(x)
+    for net in (module, fast.module):
+        torch.manual_seed(1)
+        CHANGES[what](net)
+    y = module(x)
+    assert y.shape != before.shape or (y - before).abs().max() > 1e-3
+    torch.testing.assert_close(fast(x), y)
+    loss = sum(net(x).square().sum() for net in (module, fast))
+    loss.backward()
+    for a, b in zip(module.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_what_the_forward_does_not_read_needs_no_other_plan(nets):
+    """Such as a count of steps, or a mode that is as it was."""
+    _, fast, x = nets
+    plans = []
+    for step in range(3):
+        fast.step = step
+        fast.train().eval()
+        plans.append(fast.plan_of((x,), {})[0])
+    assert fast.module.step == 2 and plans[0] is plans[1] is plans[2]
+
+
+def test_a_switch_has_two_plans(nets):
+    _, fast, x = nets
+    plans = []
+    for gain in (1.0, 2.0, 1.0, 2.0):
+        fast.module.gain = gain
+        plans.append(fast.plan_of((x,), {})[0])
+    assert plans[0] is plans[2] and plans[1] is plans[3] and plans[0] is not plans[1]
+
+
+def test_attributes_are_set_where_the_module_has_them(nets):
+    module, fast, x = nets
+    fast.gain, fast.act, fast.mean, fast.mine = 2.0, nn.ReLU(), torch.ones_like(fast.mean), 3
+    module.gain, module.act, module.mean = 2.0, nn.ReLU(), torch.ones_like(module.mean)
+    torch.testing.assert_close(fast(x), module(x))
+    assert fast.module.gain == 2.0 and not hasattr(fast.module, "mine")
+    twice = accelerate(fast)
+    twice.gain = 3.0
+    assert fast.module.gain == 3.0
+
+
+def test_weights_have_the_modules_names(nets):
+    """So that those of either are loaded into the other, also where it is a part."""
+    module, fast, x = nets
+    assert list(fast.state_dict()) == list(module.state_dict())
+    torch.manual_seed(2)
+    other = Net().double().eval()
+    fast.load_state_dict(other.state_dict())
+    torch.testing.assert_close(fast(x), other(x))
+    module.load_state_dict(fast.state_dict())
+    torch.testing.assert_close(module(x), other(x))
+    whole, plain = (nn.ModuleDict({"net": net}) for net in (fast, Net().double()))
+    plain.load_state_dict(whole.state_dict())
+    with torch.no_grad():
+        plain["net"].out.bias.add_(1)
+    whole.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(fast(x), other(x) + 1)
+    with pytest.raises(RuntimeError, match="Missing key.*conv.bias"):
+        fast.load_state_dict({k: v for k, v in other.state_dict().items() if k != "conv.bias"})
+
+
+def test_a_copy_by_pickle(nets):
+    _, fast, x = nets
+    torch.testing.assert_close(
+        pickle.loads(pickle.dumps(accelerate(fast.module.conv)))(x), fast.conv(x)
+    )
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed(nets, reentrant):
+    module, fast, x = nets
+    grads = []
+    for net in (module, fast):
+        given = x.clone().requires_grad_()
+        checkpoint(net, given, use_reentrant=reentrant).square().sum().backward()
+        grads.append([given.grad, *(p.grad for p in net.parameters())])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_layers_are_frozen_and_trained_again(nets):
+    for net in nets[:2]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            net.requires_grad_(step != 2)
+            net.conv.requires_grad_(step != 1)
+            net.out.requires_grad_(True)
+            optimizer.zero_grad()
+            net(nets[2] * (step + 1)).square().mean().backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+    for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+class Does(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.layer = function, nn.Conv2d(3, 3, 1)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, given):
+        return self.function(self, self.layer(x), given)
+
+
+def _count(net, y, given):
+    net.count = net.count + 1
+    return y
+
+
+def _append(net, y, given):
+    given.append(y)
+    return y
+
+
+def _pop(net, y, given):
+    return y + given.pop()
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [(_count, "sets count in its forward"), (_append, "changes a list"), (_pop, "changes a list")],
+)
+def test_what_a_forward_does_besides_is_refused(function, why):
+    x = torch.randn(1, 3, 4, 4)
+    with pytest.raises(PlanError, match=why):
+        accelerate(Does(function))(x, [x])
+
+
+def test_a_hook_that_keeps_what_it_gets_is_refused(nets):
+    _, fast, x = nets
+    kept = []
+    handle = fast.module.conv.register_forward_hook(lambda part, given, y: kept.append(y))
+    with pytest.raises(PlanError, match=r"hook that returns nothing has no place .*\(conv\)"):
+        fast(x)
+    handle.remove()
+    kept.clear()
+    fast.register_forward_hook(lambda part, given, y: kept.append(y))
+    assert fast(x) is kept[0]
+
+
+def test_two_results_of_one_tensor():
+    """Of which one has a gradient, and the other not."""
+    net = Does(lambda net, y, w: (net.layer.bias, net.layer.bias.detach(), y))
+    x = torch.randn(1, 3, 4, 4)
+    first, second, _ = accelerate(net)(x, None)
+    assert first.requires_grad and not second.requires_grad
+    (grad,) = torch.autograd.grad((first * second).sum(), net.layer.bias)
+    assert torch.equal(grad, second)
+
+
+def test_torch_compile_around_compiles_no_planning(nets):
+    module, fast, x = nets
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    step = torch.compile(lambda x: fast(x * 2).square().mean(), backend="eager")
+    x = torch.cat([x, x])
+    torch.testing.assert_close(step(x), module(x * 2).square().mean())
+    assert torch._dynamo.utils.counters["frames"]["total"] < 10
