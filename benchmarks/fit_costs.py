@@ -35,7 +35,7 @@ from triton_kernels.runtime.device import Device
 _FEWEST = 6  # times, of several layers, that a kernel's parameters are fitted to
 _FEWEST_LAYERS = 3
 _FEWEST_CHOICES = 2  # configurations of a layer
-# Terms of `cost.terms` that tiles of a kernel share: the launch, memory, and lines beside rows
+# Terms of `cost.terms` that tiles of a kernel share: the launch, memory, and sectors beside rows
 _SHARED = (0, 6, 11)
 _FLAT = 1e-9
 

@@ -394,6 +394,23 @@ class TestFittedCosts:
         spec = ConvSpec(dtype="tf32", **layer)
         assert tile.model(spec, HOPPER, tile.configs(spec, HOPPER)[0]) is None
 
+    def test_rows_that_are_not_whole_take_longer(self):
+        """Tiles of 40 channels are those of 64 with zeros in them, which are no less to fetch."""
+        for op, grad in ((FORWARD, {}), (INPUT_GRAD, {"activation": "silu"})):
+            whole, fewer = (ConvSpec(64, "bf16", 32, 32, c, c, stats=not grad) for c in (64, 40))
+            if grad:
+                whole, fewer = (dataclasses.replace(s, first=s.c, **grad) for s in (whole, fewer))
+            for name in ("tma", "tile_mma"):
+                kernel = op.kernel(name)
+                for config in kernel.configs(fewer, HOPPER):
+                    if config in kernel.configs(whole, HOPPER):
+                        times = [kernel.model(s, HOPPER, config) for s in (whole, fewer)]
+                        assert 1.1 < times[1] / times[0] < 4.5, (name, config)
+        assert [cost.beside_rows(c, 64, 2) for c in (16, 24, 40, 64, 88)] == [0, 16, 16, 0, 32]
+        assert cost.outside_rows(128, 64, 100, 10, beyond=0.0) == 0
+        assert cost.outside_rows(128, 64, 100, 10, beyond=0.5) == 10
+        assert cost.outside_rows(80, 64, 100, 10, beyond=0.5) == 5 + 110
+
     def test_fewer_multiprocessors_take_longer(self):
         """The parameters are of an architecture, in waves of the chip at hand."""
         spec = ConvSpec(32, "bf16", 32, 32, 128, 128)

@@ -4,7 +4,8 @@ A kernel describes the work of its programs (`Work`). This file converts it to m
 
     us = launch
        + waves of tiles over the multiprocessors x (products + bytes fetched + numbers written)
-       + tiles of a multiprocessor on average x (products + numbers written + steps)
+       + tiles of a multiprocessor on average x (products + numbers written + steps + rows that are
+         not whole)
        + waves of resident tiles x (steps + a tile's start and end)
        + memory read and written + split-K parts, written and read again
 
@@ -48,25 +49,33 @@ class Work(NamedTuple):
     parts: int = 0  # bytes of the parts of a split sum
     splits: int = 1
     grad: bool = False  # whether the epilogue is an input gradient's
-    beside: float = 0.0  # bytes of a tile that are in the lines it loads, beside those it needs
+    beside: float = 0.0  # bytes of a tile that are in the sectors it loads, beside those it needs
+    outside: float = 0.0  # rows of a tile's boxes of which TMA writes some or all as zeros
 
 
-_LINE = 128  # bytes that the L2 cache looks up at a time
+_SECTOR = 32  # bytes that the L2 cache fetches at a time
 
 
 @lru_cache
 def beside_rows(channels: int, block: int, itemsize: int) -> float:
-    """Bytes in the lines of a pixel's channels, loaded in rows of `block` (128 bytes at most),
-    beside those of the rows, on average over pixels: a row that is no line ends in another one."""
-    pixels = _LINE // math.gcd(channels * itemsize, _LINE)
-    begins = range(0, channels, block)
-    lines = 0
+    """Bytes in the sectors of a pixel's channels, loaded in rows of `block`, beside those of the
+    rows, on average over pixels: a row that is no multiple of a sector begins or ends in one."""
+    pixels = _SECTOR // math.gcd(channels * itemsize, _SECTOR)
+    sectors = 0
     for pixel in range(pixels):
-        for begin in begins:
+        for begin in range(0, channels, block):
             first = (pixel * channels + begin) * itemsize
             last = (pixel * channels + min(begin + block, channels)) * itemsize - 1
-            lines += last // _LINE - first // _LINE + 1
-    return lines * _LINE / pixels - len(begins) * block * itemsize
+            sectors += last // _SECTOR - first // _SECTOR + 1
+    return sectors * _SECTOR / pixels - channels * itemsize
+
+
+def outside_rows(channels: int, block: int, pixels: int, filters: int, beyond: float) -> float:
+    """Rows that are not whole, of the boxes of a sum over channels in blocks: of all pixels and
+    filters in a last block that has fewer channels, and in the others of filters that there are
+    not, which are such a share of them."""
+    whole, rest = divmod(channels, block)
+    return whole * filters * beyond + (pixels + filters) * (rest > 0)
 
 
 def programs_at_a_time(shared: int, num_warps: int, gpu: Device, registers: int = 128) -> int:
@@ -103,6 +112,7 @@ def terms(work: Work, gpu: Device) -> tuple[float, ...]:
         mean * work.products / 1e6,
         mean * work.written / 1e4,
         mean * work.steps,
+        mean * work.outside / 1e3,
     )
 
 

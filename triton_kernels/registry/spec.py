@@ -134,11 +134,6 @@ class ConvSpec(Spec):
         return self.taps == 1 and self.stride == 1 and self.pads == (0, 0)
 
     @property
-    def ragged(self) -> bool:
-        """Whether the last block of 64 channels has fewer, of what is read or of the result."""
-        return any(c % 64 for c in (self.k, self.c, *self.extra))
-
-    @property
     def pixels(self) -> tuple[int, int, int]:
         """Images, rows and columns of the result; one row, if to the product all are alike."""
         rows, columns = self.size

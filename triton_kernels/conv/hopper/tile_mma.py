@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...hopper.descriptors import BARRIERS, LOADER_REGISTERS, SUPPORTED, in_boxes
 from ...noise.mask_words import mask_words
-from ...registry.cost import Work, beside_rows
+from ...registry.cost import Work, beside_rows, outside_rows
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -209,22 +209,29 @@ def in_rows(
 def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
     """What its programs do; two warpgroups have a tile each."""
     images, rows, width = box_of(c, spec.h, spec.w)
-    blocks = -(-spec.k // 64)
-    extra = sum(-(-k // 64) for k in spec.extra)
-    straddling = spec.first is not None and spec.first < spec.c and spec.first % 64 > 0
-    rows_of_step = c.block_m + 2 * images * width + 3 * 64
+    blocks_c = -(-spec.c // CHANNELS)
+    # channels, and the rows of pixels and of filters that are fetched of each block of them
+    read = [(spec.k, 3 * (c.block_m + 2 * images * width), 9 * CHANNELS)]
+    read += [(k, c.block_m, CHANNELS) for k in spec.extra]
+    blocks = -(-spec.k // CHANNELS)
+    extra = sum(-(-k // CHANNELS) for k in spec.extra)
+    straddling = spec.first is not None and spec.first < spec.c and spec.first % CHANNELS > 0
+    of_blocks = sum(-(-k // CHANNELS) * (pixels + filters) for k, pixels, filters in read)
+    beyond = 1 - spec.c / (CHANNELS * blocks_c)
     return Work(
-        tiles=-(-spec.n // images) * (spec.h // rows) * (spec.w // width) * -(-spec.c // 64),
+        tiles=-(-spec.n // images) * (spec.h // rows) * (spec.w // width) * blocks_c,
         resident=2,
-        products=64 * c.block_m * 64 * (9 * blocks + extra),
-        fetched=(3 * blocks * rows_of_step + extra * (c.block_m + 64) + straddling * c.block_m)
-        * 128,
+        products=CHANNELS**2 * c.block_m * (9 * blocks + extra),
+        fetched=128 * (of_blocks + straddling * c.block_m),
         steps=3 * blocks + extra + straddling,
-        written=64 * c.block_m,
+        written=CHANNELS * c.block_m,
         memory=spec.bytes,
         grad=spec.activation is not None,
-        beside=3 * rows_of_step * beside_rows(spec.k, 64, spec.itemsize)
-        + (c.block_m + 64) * sum(beside_rows(k, 64, spec.itemsize) for k in spec.extra),
+        beside=sum(
+            (pixels + filters) * beside_rows(k, CHANNELS, spec.itemsize)
+            for k, pixels, filters in read
+        ),
+        outside=sum(outside_rows(k, CHANNELS, *sizes, beyond) for k, *sizes in read),
     )
 
 
@@ -236,5 +243,5 @@ KERNEL = Kernel(
     launch=launch,
     adds=(*FORWARD_TERMS, *GRAD_TERMS),
     work=work,
-    fitted_by=("block_m", "filters_with_pixels", "ragged"),
+    fitted_by=("block_m", "filters_with_pixels"),
 )

@@ -4,7 +4,7 @@ import math
 
 import triton
 
-from ...registry.cost import Work, beside_rows, programs_at_a_time
+from ...registry.cost import Work, beside_rows, outside_rows, programs_at_a_time
 from ...registry.kernel import CLOCKS
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -83,18 +83,20 @@ def work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
     read = [spec.k] * taps + list(spec.extra)
     steps = sum(triton.cdiv(k, c.block_k) for k in read)
     products = c.block_c * c.block_m * c.block_k * (3 * c.rows if c.rows > 1 else 1)
-    of_step = sum(fetched(c, spec.itemsize))
-    rows = of_step // (c.block_k * spec.itemsize)
+    of_step = fetched(c, spec.itemsize)
+    pixels, filters = (size // (c.block_k * spec.itemsize) for size in of_step)
+    beyond = 1 - spec.c / (c.block_c * triton.cdiv(spec.c, c.block_c))
     return Work(
         tiles=programs(c, box, spec.n, spec.h, spec.w, spec.c),
         resident=max(1, _resident(c, spec, gpu)),
         products=products * steps,
-        fetched=of_step * steps,
+        fetched=sum(of_step) * steps,
         steps=steps,
         written=c.block_c * c.block_m * c.rows,
         memory=spec.bytes,
         grad=spec.activation is not None,
-        beside=rows * sum(beside_rows(k, c.block_k, spec.itemsize) for k in read),
+        beside=(pixels + filters) * sum(beside_rows(k, c.block_k, spec.itemsize) for k in read),
+        outside=sum(outside_rows(k, c.block_k, pixels, filters, beyond) for k in read),
     )
 
 
