@@ -3,11 +3,50 @@
 Jit functions of `conv1d_kernels`, where the legend of dimensions is.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from ..activations import activate
 from ..tf32 import round_to_tf32
+
+
+class Given(NamedTuple):
+    """What an activation is made of: pointers, numbers, and constants of the compilation. Those
+    down to `residual_stem` are read before the launch in front has ended: no launch that overlaps
+    with its successor writes them."""
+
+    bias: tl.tensor  # float32 [C], of what the activation is made of
+    gamma: tl.tensor  # float32 [C], or None: neither norm nor activation
+    beta: tl.tensor
+    film: tl.tensor  # float32 [rows, F] from this block's columns on: scale [C] and shift [C], or
+    cond: tl.tensor  # shift [C]; and float32 [N, F], what the condition adds to it; None: none
+    row: tl.tensor  # int64 [1], the row of film; None: row n
+    residual_bias: tl.tensor  # float32 [C], or None
+    stem: tl.tensor  # float32 [CX, TAPS_X, C]: the first convolution in the place of sums, or None
+    residual_stem: tl.tensor  # float32 [CX, 1, C], or None
+    sums: tl.tensor  # float32 [SPLITS, N, C, T], or None; this and other samples [T, C] if LAST
+    x: tl.tensor  # float32 [N, T, CX], or None
+    residual: tl.tensor  # float32 [N, C, T]; with RES_SPLITS, [RES_SPLITS, N, C, T]; None: none
+    keep: tl.tensor  # float32 [N, C, T], out: the activation, or None
+    skip: tl.tensor  # float32 [N, C2, T]: the channels behind the first C, or None
+    film_stride: tl.tensor
+    cond_stride: tl.tensor
+    eps: tl.tensor
+    C: tl.constexpr
+    C2: tl.constexpr
+    T: tl.constexpr
+    CG: tl.constexpr
+    CPG: tl.constexpr
+    BT: tl.constexpr
+    SCALE: tl.constexpr
+    SPLITS: tl.constexpr
+    RES_SPLITS: tl.constexpr
+    CX: tl.constexpr
+    TAPS_X: tl.constexpr
+    LAST: tl.constexpr
 
 
 @triton.jit
@@ -93,148 +132,96 @@ def _of_groups(x, CPG: tl.constexpr, CG: tl.constexpr):
 
 
 @triton.jit
-def load_constants(
-    bias_ptr,  # float32 [C], of what the activation is made of
-    gamma_ptr,  # float32 [C], or None: neither norm nor activation
-    beta_ptr,
-    film_ptr,  # float32 [rows, F] from this block's columns on: scale [C] and shift [C], or
-    cond_ptr,  # shift [C]; and float32 [N, F], what the condition adds to it; None: none
-    row_ptr,  # int64 [1], the row of film; None: row n
-    residual_bias_ptr,  # float32 [C], or None
-    stem_ptr,  # float32 [CX, TAPS_X, C], or None
-    residual_stem_ptr,  # float32 [CX, 1, C], or None
-    n,
-    k,
-    film_stride,
-    cond_stride,
-    C: tl.constexpr,
-    CG: tl.constexpr,
-    SCALE: tl.constexpr,
-    CX: tl.constexpr,
-    TAPS_X: tl.constexpr,
-):
+def _load_constants(given, n, k):
     """What an activation needs besides the results of other launches: bias, gamma, beta, scale and
-    shift of channels k CG and up, float32 [CG] each, and the weights of stems. Nothing of it is
-    written by a launch that overlaps with its successor, so it can be loaded before the wait."""
+    shift of channels k CG and up, float32 [CG] each, and the weights of stems."""
+    C: tl.constexpr = given.C
+    CG: tl.constexpr = given.CG
     offs_c = tl.minimum(k, C // CG - 1) * CG + tl.arange(0, CG)  # behind C is the skip connection
-    bias, shift = tl.load(bias_ptr + offs_c), tl.zeros([CG], tl.float32)
+    bias, shift = tl.load(given.bias + offs_c), tl.zeros([CG], tl.float32)
     gamma, beta, scale = shift, shift, shift
-    if gamma_ptr is not None:
-        gamma, beta = tl.load(gamma_ptr + offs_c), tl.load(beta_ptr + offs_c)
-    if film_ptr is not None:
-        row = n.to(tl.int64) if row_ptr is None else tl.load(row_ptr)
-        film_ptr += row * film_stride + offs_c
-        shift = tl.load(film_ptr + (C if SCALE else 0))
-        if SCALE:
+    if given.gamma is not None:
+        gamma, beta = tl.load(given.gamma + offs_c), tl.load(given.beta + offs_c)
+    if given.film is not None:
+        row = n.to(tl.int64) if given.row is None else tl.load(given.row)
+        film_ptr = given.film + (row * given.film_stride + offs_c)
+        shift = tl.load(film_ptr + (C if given.SCALE else 0))
+        if given.SCALE:
             scale = tl.load(film_ptr)
-        if cond_ptr is not None:
-            cond_ptr += n * cond_stride + offs_c
-            shift += tl.load(cond_ptr + (C if SCALE else 0))
-            if SCALE:
+        if given.cond is not None:
+            cond_ptr = given.cond + (n * given.cond_stride + offs_c)
+            shift += tl.load(cond_ptr + (C if given.SCALE else 0))
+            if given.SCALE:
                 scale += tl.load(cond_ptr)
-    if residual_bias_ptr is not None:
-        shift += tl.load(residual_bias_ptr + offs_c)
+    if given.residual_bias is not None:
+        shift += tl.load(given.residual_bias + offs_c)
     bias, gamma, beta = bias[:, None], gamma[:, None], beta[:, None]
     scale, shift = scale[:, None], shift[:, None]
-    stem = _stem_weights(stem_ptr, k, C, CG, CX * TAPS_X)
-    side_stem = _stem_weights(residual_stem_ptr, k, C, CG, CX)
+    stem = _stem_weights(given.stem, k, C, CG, given.CX * given.TAPS_X)
+    side_stem = _stem_weights(given.residual_stem, k, C, CG, given.CX)
     return bias, gamma, beta, scale, shift, stem, side_stem
 
 
 @triton.jit
-def make_activation(
-    sums_ptr,  # float32 [SPLITS, N, C, T], or None; this and other samples [T, C] if LAST
-    x_ptr,  # float32 [N, T, CX], or None
-    stem_ptr,  # float32 [CX, TAPS_X, C]: the first convolution in the place of sums, or None
-    residual_ptr,  # float32 [N, C, T]; with RES_SPLITS, [RES_SPLITS, N, C, T]; None: none
-    residual_stem_ptr,  # float32 [CX, 1, C], or None
-    constants,
-    n,
-    N,
-    k,  # the slice
-    eps,
-    C: tl.constexpr,
-    T: tl.constexpr,
-    CG: tl.constexpr,
-    CPG: tl.constexpr,
-    BT: tl.constexpr,
-    NORM: tl.constexpr,
-    SCALE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    RES_SPLITS: tl.constexpr,
-    CX: tl.constexpr,
-    TAPS_X: tl.constexpr,
-    LAST: tl.constexpr,
-):
+def _make_activation(given, constants, n, N, k):
     """film(mish(norm(v))) + residual of channels k CG and up of sample n: float32 [CG, BT]."""
+    C: tl.constexpr = given.C
+    T: tl.constexpr = given.T
+    CG: tl.constexpr = given.CG
+    BT: tl.constexpr = given.BT
     bias, gamma, beta, scale, shift, stem, side_stem = constants
     offs_c = k * CG + tl.arange(0, CG)
     offs_t = tl.arange(0, BT)
-    within = places(offs_c, offs_t, C, T, LAST)
+    within = places(offs_c, offs_t, C, T, given.LAST)
     mask = tl.broadcast_to((offs_t < T)[None, :], (CG, BT))
     # Everything is loaded before the statistics, whose barriers no load passes
     v, r = tl.zeros([CG, BT], tl.float32), tl.zeros([CG, BT], tl.float32)
-    if stem_ptr is not None:
-        v = _stem(stem, x_ptr, n, T, BT, CX, TAPS_X)
+    if given.stem is not None:
+        v = _stem(stem, given.x, n, T, BT, given.CX, given.TAPS_X)
     else:
-        v = _add_sums(v, sums_ptr, n, N, within, mask, C, T, SPLITS)
-    if residual_stem_ptr is not None:
-        r = _stem(side_stem, x_ptr, n, T, BT, CX, 1)
-    elif residual_ptr is not None:
-        if RES_SPLITS > 0:
-            r = _add_sums(r, residual_ptr, n, N, within, mask, C, T, RES_SPLITS)
+        v = _add_sums(v, given.sums, n, N, within, mask, C, T, given.SPLITS)
+    if given.residual_stem is not None:
+        r = _stem(side_stem, given.x, n, T, BT, given.CX, 1)
+    elif given.residual is not None:
+        if given.RES_SPLITS > 0:
+            r = _add_sums(r, given.residual, n, N, within, mask, C, T, given.RES_SPLITS)
         else:
-            residual_ptr += n * C * T + within
+            residual_ptr = given.residual + (n * C * T + within)
             r = tl.load(residual_ptr, mask=mask, other=0.0, cache_modifier=".cg")
     v += bias
-    if NORM:
-        v = _normalise(v, mask, eps, T, CPG, CG) * gamma + beta
+    if given.gamma is not None:
+        v = _normalise(v, mask, given.eps, T, given.CPG, CG) * gamma + beta
         v = activate(v, "mish")
-    if SCALE:
+    if given.SCALE:
         v *= scale
     return tl.where(mask, v + shift + r, 0.0)
 
 
 @triton.jit
 def make_input_slice(
-    sums_ptr,
-    x_ptr,
-    stem_ptr,
-    residual_ptr,
-    residual_stem_ptr,
-    keep_ptr,  # float32 [N, C, T], out: the activation, or None
-    skip_ptr,  # float32 [N, C2, T]: the channels behind the first C, or None
-    constants,
+    given,
     n,
     N,
     k,
-    eps,
     keeps,  # whether this program is the one to write the activation
-    C: tl.constexpr,
-    C2: tl.constexpr,
-    T: tl.constexpr,
-    CG: tl.constexpr,
-    CPG: tl.constexpr,
-    BT: tl.constexpr,
-    NORM: tl.constexpr,
-    SCALE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    RES_SPLITS: tl.constexpr,
-    CX: tl.constexpr,
-    TAPS_X: tl.constexpr,
-    LAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Slice k of the activation beside the skip connection, for sample n: float32 [CG, BT]."""
-    offs_c, offs_t = tl.arange(0, CG), tl.arange(0, BT)
-    if C2 == 0 or k < C // CG:
-        a = make_activation(
-            sums_ptr, x_ptr, stem_ptr, residual_ptr, residual_stem_ptr, constants, n, N, k, eps,
-            C, T, CG, CPG, BT, NORM, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X, LAST,
-        )  # fmt: skip
-        if keep_ptr is not None and keeps:
-            kept = keep_ptr + n * C * T + places(k * CG + offs_c, offs_t, C, T, LAST)
+    """Slice k of the activation beside the skip connection, for sample n: float32 [CG, BT]. What
+    the launch in front has written is read when it has ended."""
+    constants = _load_constants(given, n, k)
+    if PDL:
+        gdc_wait()
+    C: tl.constexpr = given.C
+    T: tl.constexpr = given.T
+    CG: tl.constexpr = given.CG
+    offs_c, offs_t = tl.arange(0, CG), tl.arange(0, given.BT)
+    if given.C2 == 0 or k < C // CG:
+        a = _make_activation(given, constants, n, N, k)
+        if given.keep is not None and keeps:
+            kept = given.keep + n * C * T + places(k * CG + offs_c, offs_t, C, T, given.LAST)
             tl.store(kept, a, mask=(offs_t < T)[None, :])
     else:
-        skip = skip_ptr + n * C2 * T + places(k * CG - C + offs_c, offs_t, C2, T, LAST)
+        skip = given.skip + n * given.C2 * T
+        skip += places(k * CG - C + offs_c, offs_t, given.C2, T, given.LAST)
         a = tl.load(skip, mask=(offs_t < T)[None, :], other=0.0, cache_modifier=".cg")
     return a

@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..activations import activate
 from ..tf32 import split_to_tf32
-from .activation import as_operand, load_constants, make_activation, make_input_slice
+from .activation import Given, as_operand, make_input_slice
 from .taps import load_tile, num_tiles, row_geometry, shifted, tile_start, tile_width
 
 
@@ -75,16 +75,13 @@ def conv1d_stage_kernel(
     if EARLY:
         for i in tl.static_range(num_tiles(TAPS, TILES, WIDEST)):
             tiles = tiles + (load_tile(weight_ptr, i, TAPS, TILES, WIDEST, BM, CG),)
-    constants = load_constants(
-        bias_ptr, gamma_ptr, beta_ptr, film_ptr, cond_ptr, row_ptr, residual_bias_ptr,
-        stem_ptr, residual_stem_ptr, n, k, film_stride, cond_stride, C, CG, SCALE, CX, TAPS_X,
-    )  # fmt: skip
-    if PDL:
-        gdc_wait()
     a = make_input_slice(
-        sums_ptr, x_ptr, stem_ptr, residual_ptr, residual_stem_ptr, keep_ptr, skip_ptr, constants,
-        n, N, k, eps, m == 0,
-        C, C2, T, CG, CPG, BT, gamma_ptr is not None, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X, LAST,
+        Given(
+            bias_ptr, gamma_ptr, beta_ptr, film_ptr, cond_ptr, row_ptr, residual_bias_ptr, stem_ptr,
+            residual_stem_ptr, sums_ptr, x_ptr, residual_ptr, keep_ptr, skip_ptr, film_stride,
+            cond_stride, eps, C, C2, T, CG, CPG, BT, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X, LAST,
+        ),
+        n, N, k, m == 0, PDL,
     )  # fmt: skip
     a = as_operand(a, weight_ptr.dtype.element_ty, PRECISION)
 
@@ -156,16 +153,13 @@ def conv1d_apply_kernel(
     k, n, N = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     if PDL:
         gdc_launch_dependents()
-    constants = load_constants(
-        bias_ptr, gamma_ptr, beta_ptr, film_ptr, cond_ptr, row_ptr, residual_bias_ptr,
-        stem_ptr, residual_stem_ptr, n, k, film_stride, cond_stride, C, CG, SCALE, CX, TAPS_X,
-    )  # fmt: skip
-    if PDL:
-        gdc_wait()
     a = make_input_slice(
-        sums_ptr, x_ptr, stem_ptr, residual_ptr, residual_stem_ptr, keep_ptr, skip_ptr, constants,
-        n, N, k, eps, True,
-        C, C2, T, CG, CPG, BT, gamma_ptr is not None, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X, LAST,
+        Given(
+            bias_ptr, gamma_ptr, beta_ptr, film_ptr, cond_ptr, row_ptr, residual_bias_ptr, stem_ptr,
+            residual_stem_ptr, sums_ptr, x_ptr, residual_ptr, keep_ptr, skip_ptr, film_stride,
+            cond_stride, eps, C, C2, T, CG, CPG, BT, SCALE, SPLITS, RES_SPLITS, CX, TAPS_X, LAST,
+        ),
+        n, N, k, True, PDL,
     )  # fmt: skip
     offs_c, offs_t = k * CG + tl.arange(0, CG), tl.arange(0, BT)
     mask = (offs_t < T)[None, :]
@@ -274,15 +268,12 @@ def conv1d_head_kernel(
     offs_c, offs_t = tl.arange(0, C), tl.arange(0, BT)
     if PDL:
         gdc_launch_dependents()
-    constants = load_constants(
-        bias_ptr, gamma_ptr, beta_ptr, None, None, None, None, None, None,
-        n, 0, 0, 0, C, C, False, CX, 1,
-    )  # fmt: skip
-    if PDL:
-        gdc_wait()
-    a = make_activation(
-        sums_ptr, None, None, None, None, constants, n, N, 0, eps,
-        C, T, C, CPG, BT, True, False, SPLITS, 0, CX, 1, LAST,
+    a = make_input_slice(
+        Given(
+            bias_ptr, gamma_ptr, beta_ptr, None, None, None, None, None, None, sums_ptr, None, None,
+            None, None, 0, 0, eps, C, 0, T, C, CPG, BT, False, SPLITS, 0, CX, 1, LAST,
+        ),
+        n, N, 0, False, PDL,
     )  # fmt: skip
     a = a.to(weight_ptr.dtype.element_ty).to(tl.float32)
     for x in tl.static_range(CX):
