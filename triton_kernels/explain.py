@@ -28,6 +28,7 @@ are twice the output channels.
 """
 
 import dataclasses
+import difflib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -89,12 +90,23 @@ def _read(words: Sequence[str], shape: dict[str, Any], needed: dict[str, str], e
                     given |= dict(zip(names, map(int, match.groups()), strict=True))
                 break
         else:
-            raise ValueError(f"{word!r} means nothing here; an example: {example!r}")
+            known = [*_PASSES, *_DTYPES, *(form for pattern in shape for form in _forms(pattern))]
+            near = difflib.get_close_matches(word, known, 1)
+            raise ValueError(
+                f"{word!r} means nothing here; {f'did you mean {near[0]}? ' if near else ''}"
+                f"valid: {', '.join(known)}; an example: {example!r}"
+            )
     if absent := [like for key, like in needed.items() if key not in given]:
         raise ValueError(f"something like {absent[0]} is missing; an example: {example!r}")
     if which is None:
         raise ValueError(f"the pass is missing; choose one of {', '.join(_PASSES)}")
     return which, given
+
+
+def _forms(pattern: str) -> list[str]:
+    """The words that a pattern matches, N for a number: "stride=N"."""
+    text = re.sub(r"\(\\d\+\)|\(\[1-9\]\\d\*\)", "N", pattern).replace(r"(\w+)", "NAME")
+    return text.strip("()").split("|")
 
 
 def _appends(name: str) -> Callable[..., None]:

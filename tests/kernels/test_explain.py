@@ -144,6 +144,12 @@ def test_a_measured_row_is_named(capsys):
     ("words", "message"),
     [
         (["conv forward 128x64x64 64->64 3x3 bf16 residue"], "'residue' means nothing"),
+        (["conv forward 8x8x8 64->64 bf16 residul"], "here; did you mean residual? valid: forward"),
+        (["attention forward 8x64 6x32 bf16 keyz=3"], "did you mean keys=N? valid: forward"),
+        (
+            ["stage forward 8x64 6->32 bf16 x"],
+            "NxN, N->N, taps=N, stride=N, side, transposed, batched",
+        ),
         (["conv forward 64->64 3x3 bf16"], "128x64x64 is missing"),
         (["conv 8x8x8 64->64 bf16"], "the pass is missing"),
         ([LINE, "gpu=gtx1080"], "gpu=gtx1080 is unknown; choose one of h100"),
