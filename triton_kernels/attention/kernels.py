@@ -81,12 +81,10 @@ def _load_tile(
     stride_d,
     T: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
-    """[BLOCK_T, BLOCK_D] of one head; zeros outside of it."""
+    """These positions and channels of one head; zeros outside of it."""
     ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :] * stride_d
-    if T % BLOCK_T == 0 and D == BLOCK_D:
+    if T // offs_t.shape[0] * offs_t.shape[0] == T and D == offs_d.shape[0]:  # no tile is ragged
         return tl.load(ptrs)
     else:
         return tl.load(ptrs, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :], other=0.0)
@@ -101,13 +99,11 @@ def _store_tile(
     stride_t,
     T: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     ptrs = ptr + offs_t[:, None] * stride_t + offs_d[None, :]
     value = as_operand(value, ptr.dtype.element_ty, PRECISION == "tf32")
-    if T % BLOCK_T == 0 and D == BLOCK_D:
+    if T // offs_t.shape[0] * offs_t.shape[0] == T and D == offs_d.shape[0]:  # no tile is ragged
         tl.store(ptrs, value)
     else:
         tl.store(ptrs, value, mask=(offs_t < T)[:, None] & (offs_d < D)[None, :])
@@ -157,7 +153,7 @@ def attention_fwd_kernel(
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D, BLOCK_M, BLOCK_D)
+    q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D)
     scale_log2 = scale * _LOG2_E
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum
@@ -165,7 +161,7 @@ def attention_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start_n in range(0, L, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
+        k = _load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if L % BLOCK_N != 0 or mask_ptr is not None:
             s = tl.where(_seen(mask_ptr, n, offs_n, L)[None, :], s, float("-inf"))
@@ -177,7 +173,7 @@ def attention_fwd_kernel(
         p = tl.exp2(s * scale_log2 - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)  # noqa: E741
-        v = _load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
+        v = _load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D)
         acc = _add_product(
             as_operand(p, v.dtype, PRECISION == "tf32"), v, acc * alpha[:, None], PRECISION
         )
@@ -187,9 +183,7 @@ def attention_fwd_kernel(
         l = tl.where(l > 0, l, 1.0)  # noqa: E741
         m = tl.where(m == float("-inf"), float("inf"), m)
     o_ptr += n.to(tl.int64) * T * channels + head * D
-    _store_tile(
-        o_ptr, acc / l[:, None], offs_m, offs_d, channels, T, D, BLOCK_M, BLOCK_D, PRECISION
-    )
+    _store_tile(o_ptr, acc / l[:, None], offs_m, offs_d, channels, T, D, PRECISION)
     tl.store(lse_ptr + row.to(tl.int64) * T + offs_m, m + tl.log2(l), mask=offs_m < T)
 
 
@@ -234,9 +228,9 @@ def attention_bwd_dq_kernel(
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D, BLOCK_M, BLOCK_D)
-    do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
-    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
+    q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D)
+    do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D)
+    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     offs_row = row.to(tl.int64) * T + offs_m
     tl.store(delta_ptr + offs_row, delta, mask=offs_m < T)
@@ -246,8 +240,8 @@ def attention_bwd_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start_n in range(0, L, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
-        v = _load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
+        k = _load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D)
+        v = _load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         p = tl.exp2(s * scale_log2 - lse[:, None])
         if L % BLOCK_N != 0 or mask_ptr is not None:
@@ -256,7 +250,7 @@ def attention_bwd_dq_kernel(
         ds = as_operand(p * (dp - delta[:, None]), k.dtype, PRECISION == "tf32")
         dq = _add_product(ds, k, dq, PRECISION)
     dq *= scale
-    _store_tile(dq_ptr + q_offset, dq, offs_m, offs_d, q_row, T, D, BLOCK_M, BLOCK_D, PRECISION)
+    _store_tile(dq_ptr + q_offset, dq, offs_m, offs_d, q_row, T, D, PRECISION)
     if rows_ptr is not None:  # beyond T dq is zero, since lse is infinite
         offset, _ = _head_offset(head, num_heads, D, HEADS_QKV)
         rows_ptr += (n * tl.cdiv(T, BLOCK_M) + pid_m).to(tl.int64) * (3 * channels) + offset
@@ -306,8 +300,8 @@ def attention_bwd_dkdv_kernel(
 
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    k = _load_tile(keys_ptr + k_offset, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
-    v = _load_tile(keys_ptr + v_offset, offs_n, offs_d, kv_row, 1, L, D, BLOCK_N, BLOCK_D)
+    k = _load_tile(keys_ptr + k_offset, offs_n, offs_d, kv_row, 1, L, D)
+    v = _load_tile(keys_ptr + v_offset, offs_n, offs_d, kv_row, 1, L, D)
     seen = _seen(mask_ptr, n, offs_n, L)
     scale_log2 = scale * _LOG2_E
 
@@ -318,10 +312,10 @@ def attention_bwd_dkdv_kernel(
     dq_sum = tl.zeros([BLOCK_D], tl.float32)
     for start_m in range(0, T, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D, BLOCK_M, BLOCK_D)
-        do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D, BLOCK_M, BLOCK_D)
+        q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D)
+        do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D)
         if ONE_PASS:
-            o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D, BLOCK_M, BLOCK_D)
+            o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         else:
             delta = tl.load(delta_ptr + offs_m, mask=offs_m < T, other=0.0)
@@ -336,23 +330,12 @@ def attention_bwd_dkdv_kernel(
         dk = _add_product(ds, q, dk, PRECISION)
         if ONE_PASS:
             dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
-            _store_tile(
-                dq_ptr + q_offset,
-                dq,
-                offs_m,
-                offs_d,
-                q_row,
-                T,
-                D,
-                BLOCK_M,
-                BLOCK_D,
-                PRECISION,
-            )
+            _store_tile(dq_ptr + q_offset, dq, offs_m, offs_d, q_row, T, D, PRECISION)
             if rows_ptr is not None:
                 dq_sum += tl.sum(dq, 0)
     dk *= scale
-    _store_tile(dkeys_ptr + k_offset, dk, offs_n, offs_d, kv_row, L, D, BLOCK_N, BLOCK_D, PRECISION)
-    _store_tile(dkeys_ptr + v_offset, dv, offs_n, offs_d, kv_row, L, D, BLOCK_N, BLOCK_D, PRECISION)
+    _store_tile(dkeys_ptr + k_offset, dk, offs_n, offs_d, kv_row, L, D, PRECISION)
+    _store_tile(dkeys_ptr + v_offset, dv, offs_n, offs_d, kv_row, L, D, PRECISION)
     if rows_ptr is not None:
         offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
         rows_ptr += (n * tl.cdiv(L, BLOCK_N) + pid_n).to(tl.int64) * (3 * channels) + offset
@@ -383,7 +366,7 @@ def attention_bwd_delta_kernel(
     start = n.to(tl.int64) * T * channels + head * D
     offs_t = block * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, D)
-    do = _load_tile(do_ptr + start, offs_t, offs_d, channels, 1, T, D, ROWS, D)
-    o = _load_tile(o_ptr + start, offs_t, offs_d, channels, 1, T, D, ROWS, D)
+    do = _load_tile(do_ptr + start, offs_t, offs_d, channels, 1, T, D)
+    o = _load_tile(o_ptr + start, offs_t, offs_d, channels, 1, T, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta_ptr + row.to(tl.int64) * T + offs_t, delta, mask=offs_t < T)
