@@ -4,10 +4,12 @@ A few of its functions take most of the time of a kernel of small tiles. It make
 functions its own again whenever one jit function calls another, combines the elements of a
 `tl.reduce` one by one, looks types up in a dict that it builds for each of them, and describes the
 shape of each result anew. Of each sum of integers it computes whether it overflows, for an
-assertion that is off. These are its internals, so each is left alone where it is not what is
+assertion that is off. Of a box that a tensor descriptor reads or writes it makes a pointer and a
+mask for each element. These are its internals, so each is left alone where it is not what is
 expected here.
 """
 
+import ctypes
 import dataclasses
 import functools
 
@@ -26,6 +28,7 @@ def hasten() -> None:
         interpreter._get_np_dtype = _remembered(interpreter)
     if hasattr(interpreter, "InterpreterBuilder"):
         interpreter.InterpreterBuilder.create_splat = _splat
+        _copy_boxes(interpreter, interpreter.InterpreterBuilder)
     _assert_nothing(getattr(interpreter, "interpreter_builder", None))
     _share_shapes(interpreter.tl.core, getattr(interpreter, "interpreter_semantic", None))
 
@@ -94,6 +97,51 @@ def _remembered(interpreter):
         return np.dtype(np.uint64) if isinstance(kind, tl.pointer_type) else of_scalar(kind)
 
     return get_np_dtype
+
+
+def _copy_boxes(interpreter, builder) -> None:
+    """Loads and stores of descriptors copy the part of the block that lies in the tensor."""
+    if not hasattr(interpreter, "TensorDescHandle"):
+        return
+    load = builder.create_descriptor_load
+    zero = interpreter._ir.PADDING_OPTION.PAD_ZERO
+
+    def box(desc, offsets, dtype):
+        """(what lies in the tensor, as an array in its memory; where that is in the block)"""
+        starts = [int(offset.data.item()) for offset in offsets]
+        assert starts[-1] * dtype.itemsize % 16 == 0, "block offset start must be 16-byte aligned"
+        address, sizes, steps, places = int(desc.base.data.item()), [], [], []
+        for start, block, size, stride in zip(
+            starts, desc.block_shape, desc.shape, desc.strides, strict=True
+        ):
+            first, end = max(start, 0), min(start + int(block), int(size.data.item()))
+            steps.append(int(stride.data.item()) * dtype.itemsize)
+            sizes.append(max(end - first, 0))
+            places.append(slice(first - start, first - start + sizes[-1]))
+            address += first * steps[-1]
+        if 0 in sizes:
+            return None, ()
+        span = sum((n - 1) * step for n, step in zip(sizes, steps, strict=True)) + dtype.itemsize
+        memory = (ctypes.c_char * span).from_address(address)
+        return np.ndarray(sizes, dtype, memory, strides=steps), tuple(places)
+
+    def load_box(self, desc, indices, *policies, **options):
+        if desc.padding != zero or getattr(desc, "round_f32_to_tf32", False):
+            return load(self, desc, indices, *policies, **options)
+        kind = desc.base.get_element_ty()
+        dtype = np.dtype(interpreter._get_np_dtype(kind))
+        block = np.zeros([int(size) for size in desc.block_shape], dtype)
+        there, places = box(desc, indices, dtype)
+        if places:
+            block[places] = there
+        return interpreter.TensorHandle(block, kind)
+
+    def store_box(self, desc, value, indices):
+        there, places = box(desc, indices, value.data.dtype)
+        if places:
+            there[...] = value.data[places]
+
+    builder.create_descriptor_load, builder.create_descriptor_store = load_box, store_box
 
 
 def _assert_nothing(builder) -> None:
