@@ -6,5 +6,7 @@ one thread: 2 to 16 ms instead of 0.05.
 """
 
 import os
+import sys
 
+NUMPY_WAS_FIRST = "numpy" in sys.modules  # for instance by a plugin of pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # read when numpy is first imported

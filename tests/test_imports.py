@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from . import NUMPY_WAS_FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"triton_kernels", "diffusion", "triton_diffusion", "tools", "benchmarks", "tests"}
@@ -95,3 +98,9 @@ def test_what_no_other_file_launches_has_an_underscore():
     for path, name in kernels:
         users = [other for other, text in texts.items() if other != path and name in text]
         assert users, f"{path.relative_to(ROOT)}: only this file launches {name}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, in Triton's interpreter")
+def test_numpy_is_imported_when_its_number_of_threads_is_set():
+    """Else `-p no:NAME` of addopts leaves the plugin of pytest out that imports it."""
+    assert not NUMPY_WAS_FIRST
