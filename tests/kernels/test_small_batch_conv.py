@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from triton_kernels.conv import one_row as conv_one_row
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import one_row
 from triton_kernels.conv.plain import small_batch as conv_early
@@ -226,7 +225,7 @@ def test_convolutions_by_rows(case, device):
     if reason := one_row.refuse(spec, describe(device)):
         pytest.skip(reason)
     for _ in range(3):
-        check_whole(x, weight, extra, conv_one_row.conv_one_row, stats=True)
+        check_whole(x, weight, extra, one_row.conv_one_row, stats=True)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,6 @@ from ..runtime.device import Device, describe
 from .fused import FORWARD, conv_forward
 from .fused_spec import forward_spec
 from .hopper import one_row, single_tile
-from .one_row import conv_one_row
 from .plain import small_batch
 
 
@@ -43,7 +42,7 @@ def _given(options: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def _one_row(_: OneRow, *tensors: Tensor, **options: Any):
     terms = "emb", "residual", "extra", "extra_bias", "stats"
-    return conv_one_row(*tensors, **_given(options, *terms))
+    return one_row.conv_one_row(*tensors, **_given(options, *terms))
 
 
 def _single_tile(_: SingleTile, *tensors: Tensor, **options: Any):

@@ -9,6 +9,7 @@ it multiplies. Since no sum is in parts, nobody has to add them. How, stands in 
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ...hopper.descriptors import BARRIERS, SUPPORTED, in_boxes
@@ -23,6 +24,8 @@ if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .one_row_kernels import conv_one_row_kernel
+
+_empty = torch.empty  # tests put a function here that returns NaNs
 
 _WIDTHS = (16, 32, 64)  # pixels of a row
 _FILTERS = 3 * 64 * 128  # bytes of a unit
@@ -76,16 +79,36 @@ def work(spec: ConvSpec, parts: int) -> Work:
     )
 
 
-def launch(operands: Operands) -> None:
-    """The convolution, of operands that it serves; partials are of each tile."""
-    h, w = operands.x.shape[1:3]
-    pixels = w
-    assert operands.partials is None or operands.partials.shape[1] == h * w // pixels
-    read, written = (partial(_in_rows, pixels=p) for p in (2 * pixels, pixels))
-    x, filters, residual, second, *rest = operands.tensors(read, written)
-    assert second is None
-    terms = (x, filters, residual, *rest, None, operands.numbers[1])
-    _launch(operands.x, operands.weight, terms, operands.extra_channels, 1)
+def conv_one_row(
+    x: Tensor,  # [N, H, W, CI]
+    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x
+    bias: Tensor,  # float32 [CO]
+    *,
+    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
+    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
+    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
+    extra_bias: Tensor | None = None,  # float32 [CO]
+    stats: bool = False,  # whether to return partials
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, H, 2, CO]
+    """As `conv_forward`. No kernel may write filters and biases while earlier ones of the stream
+    are under way: they are read ahead."""
+    n, h, w, _ = x.shape
+    co = weight.shape[0]
+    assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
+    assert weight.permute(0, 2, 3, 1).is_contiguous()
+    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
+    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    partials = None
+    if stats:
+        partials = _empty((n, h, 2, co), dtype=torch.float32, device=x.device)
+    beside = () if residual is None else (residual,)
+    assert all(t.is_contiguous() and t.shape == y.shape for t in beside)
+    given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)
+    read, written = (partial(_in_rows, pixels=pixels) for pixels in (2 * w, w))
+    x_desc, filters, residual_desc, _, *rest = given.tensors(read, written)
+    terms = (x_desc, filters, residual_desc, *rest, None, given.numbers[1])
+    _launch(x, weight, terms, given.extra_channels, 1)
+    return y, partials
 
 
 def launch_parts(x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -99,12 +122,12 @@ def _launch(
     x: Tensor, weight: Tensor, terms: Sequence[object], extra: Sequence[int], count: int
 ) -> None:
     n, h, w, ci = x.shape
-    co, pixels = weight.shape[0], w
+    co = weight.shape[0]
     blocks = [c // 64 for c in (ci, *extra)]
-    conv_one_row_kernel[(n * h * w // pixels * (co // 64), count)](
+    conv_one_row_kernel[(n * h * (co // 64), count)](
         *terms, n, co,
-        H=h, W=w, PIXELS=pixels, BLOCKS=blocks[0], BLOCKS1=blocks[1], BLOCKS2=blocks[2],
-        PARTS=count, SLOTS=slots(blocks, pixels, count, describe(x.device).shared_memory),
+        H=h, W=w, BLOCKS=blocks[0], BLOCKS1=blocks[1], BLOCKS2=blocks[2], PARTS=count,
+        SLOTS=slots(blocks, w, count, describe(x.device).shared_memory),
         num_warps=4, **overlapping(x.device, n * h * w),
     )  # fmt: skip
 

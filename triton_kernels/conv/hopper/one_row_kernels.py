@@ -33,11 +33,11 @@ from ...runtime.dependent_launch import await_inputs
 @gluon.jit
 def _expect(
     x_bars, w_bars,
-    unit: gl.constexpr, SLOTS: gl.constexpr, MAIN: gl.constexpr, PIXELS: gl.constexpr,
+    unit: gl.constexpr, SLOTS: gl.constexpr, MAIN: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """How much a unit is, to the barriers of its slot."""
     mbarrier.expect(w_bars[unit % SLOTS], (3 if unit < MAIN else 1) * 64 * 128)
-    mbarrier.expect(x_bars[unit % SLOTS], 2 * PIXELS * 128)
+    mbarrier.expect(x_bars[unit % SLOTS], 2 * W * 128)
 
 
 @gluon.jit
@@ -66,38 +66,37 @@ def _load_filters(
 
 @gluon.jit
 def _load_pixels(
-    x_desc, extra1_desc, extra2_desc, x_bufs, x_bars, first, n, h, w0,
+    x_desc, extra1_desc, extra2_desc, x_bufs, x_bars, first, n, h,
     unit: gl.constexpr, SLOTS: gl.constexpr, MAIN: gl.constexpr, BLOCKS1: gl.constexpr,
-    PIXELS: gl.constexpr,
+    W: gl.constexpr,
 ):  # fmt: skip
     """Those of a unit, to its slot."""
     slot: gl.constexpr = unit % SLOTS
-    w = w0 - PIXELS // 2
     bar = x_bars[slot]
     if unit < MAIN:
-        at = [n, h + (first + unit) % 3 - 1, w, (first + unit) // 3 * 64]
+        at = [n, h + (first + unit) % 3 - 1, -(W // 2), (first + unit) // 3 * 64]
         tma_load(x_desc, at, bar, x_bufs[slot])
     elif unit < MAIN + BLOCKS1:
-        at = [n, h, w, (unit - MAIN) * 64]
+        at = [n, h, -(W // 2), (unit - MAIN) * 64]
         tma_load(extra1_desc, at, bar, x_bufs[slot])
     else:
-        at = [n, h, w, (unit - MAIN - BLOCKS1) * 64]
+        at = [n, h, -(W // 2), (unit - MAIN - BLOCKS1) * 64]
         tma_load(extra2_desc, at, bar, x_bufs[slot])
 
 
 @gluon.jit
-def _moved(x_buf, s: gl.constexpr, PIXELS: gl.constexpr):
-    """The tile moved by s - 1 pixels, [64, PIXELS]"""
+def _moved(x_buf, s: gl.constexpr, W: gl.constexpr):
+    """The tile moved by s - 1 pixels, [64, W]"""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    pixels = reinterpret(x_buf, x_buf.dtype, [2 * PIXELS, 64], FLAT)
+    pixels = reinterpret(x_buf, x_buf.dtype, [2 * W, 64], FLAT)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    return view_from(pixels, PIXELS // 2 + s - 1, [PIXELS, 64], MATRIX).permute((1, 0))
+    return view_from(pixels, W // 2 + s - 1, [W, 64], MATRIX).permute((1, 0))
 
 
 @gluon.jit
 def _multiply(
     acc, x_bufs, w_bufs,
-    unit: gl.constexpr, SLOTS: gl.constexpr, MAIN: gl.constexpr, PIXELS: gl.constexpr,
+    unit: gl.constexpr, SLOTS: gl.constexpr, MAIN: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """The products of a unit, begun but not waited for."""
     slot: gl.constexpr = unit % SLOTS
@@ -106,36 +105,35 @@ def _multiply(
         for s in gl.static_range(3):
             w_buf = w_bufs[slot * 3 + s]
             w = reinterpret(w_buf, w_buf.dtype, [64, 64], MATRIX)
-            x = _moved(x_bufs[slot], s, PIXELS)
+            x = _moved(x_bufs[slot], s, W)
             acc = warpgroup_mma(w, x, acc, use_acc=unit + s > 0, is_async=True)
     else:
         w_buf = w_bufs[slot * 3]
         w = reinterpret(w_buf, w_buf.dtype, [64, 64], MATRIX)
-        acc = warpgroup_mma(w, _moved(x_bufs[slot], 1, PIXELS), acc, is_async=True)
+        acc = warpgroup_mma(w, _moved(x_bufs[slot], 1, W), acc, is_async=True)
     return acc
 
 
 @gluon.jit(do_not_specialize=["N"])
 def conv_one_row_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [1, 1, 2 PIXELS, 64]
+    x_desc,  # [N, H, W, CI] in boxes [1, 1, 2 W, 64]
     w_desc,  # [9, CO, CI] in boxes [1, 64, 64]
-    residual_desc,  # [N, H, W, CO] in boxes [1, 1, PIXELS, 64], or None
+    residual_desc,  # [N, H, W, CO] in boxes [1, 1, W, 64], or None
     y_desc,  # the same; None with PARTS > 1
-    extra1_desc,  # [N, H, W, C1] in boxes [1, 1, 2 PIXELS, 64], or None
+    extra1_desc,  # [N, H, W, C1] in boxes [1, 1, 2 W, 64], or None
     extra1_w_desc,  # [1, CO, C1] in boxes [1, 64, 64]
     extra2_desc,  # a second such pair, or None
     extra2_w_desc,
     bias_ptr,  # float32 [CO]
     extra_bias_ptr,  # [CO] or None
     emb_ptr,  # [N, CO] or None
-    partial_ptr,  # float32 [N, H * W / PIXELS, 2, CO], out, or None
+    partial_ptr,  # float32 [N, H, 2, CO], out, or None
     parts_ptr,  # PARTS > 1: float32 [PARTS, N, CO, H * W], out
     stride_emb,
     N,
     CO,
     H: gl.constexpr,
     W: gl.constexpr,
-    PIXELS: gl.constexpr,  # of a tile
     BLOCKS: gl.constexpr,  # of 64 channels of x
     BLOCKS1: gl.constexpr,  # of the others
     BLOCKS2: gl.constexpr,
@@ -143,7 +141,7 @@ def conv_one_row_kernel(
     SLOTS: gl.constexpr,  # units in shared memory
     num_warps: gl.constexpr,
 ):
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     dtype: gl.constexpr = x_desc.dtype
     MAIN: gl.constexpr = (BLOCKS * 3 + PARTS - 1) // PARTS  # of a program
@@ -154,12 +152,12 @@ def conv_one_row_kernel(
     x_bars = ()
     w_bars = ()
     for _ in gl.static_range(SLOTS):
-        x_bufs += (gl.allocate_shared_memory(dtype, [1, 1, 2 * PIXELS, 64], x_desc.layout),)
+        x_bufs += (gl.allocate_shared_memory(dtype, [1, 1, 2 * W, 64], x_desc.layout),)
         x_bars += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
         w_bars += (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)
     for _ in gl.static_range(SLOTS * 3):
         w_bufs += (gl.allocate_shared_memory(dtype, [1, 64, 64], w_desc.layout),)
-    stage = gl.allocate_shared_memory(dtype, [1, 1, PIXELS, 64], x_desc.layout)
+    stage = gl.allocate_shared_memory(dtype, [1, 1, W, 64], x_desc.layout)
     if HAS_RESIDUAL:
         beside_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     warm_bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -176,23 +174,22 @@ def conv_one_row_kernel(
     blocks_c = CO // 64
     c0 = gl.program_id(0) % blocks_c * 64
     tile = gl.program_id(0) // blocks_c
-    n = tile // (H * W // PIXELS)
-    h = tile // (W // PIXELS) % H
-    w0 = tile % (W // PIXELS) * PIXELS
+    n = tile // H
+    h = tile % H
     if PARTS > 1:  # what is beyond the last channel is zeros
         first = gl.program_id(1) * MAIN
     else:
         first = 0
     for i in gl.static_range(SLOTS):
-        _expect(x_bars, w_bars, i, SLOTS, MAIN, PIXELS)
+        _expect(x_bars, w_bars, i, SLOTS, MAIN, W)
     if HAS_RESIDUAL:
-        mbarrier.expect(beside_bar, PIXELS * 128)
+        mbarrier.expect(beside_bar, W * 128)
     for i in gl.static_range(SLOTS):
         _load_filters(
             w_desc, extra1_w_desc, extra2_w_desc, w_bufs, w_bars, first, c0, i, SLOTS, MAIN, BLOCKS1
         )
     # There is no image N, so that nothing is read; but TMA learns of x before it is there.
-    mbarrier.expect(warm_bar, 2 * PIXELS * 128)
+    mbarrier.expect(warm_bar, 2 * W * 128)
     tma_load(x_desc, [N, 0, 0, 0], warm_bar, x_bufs[SLOTS - 1])
     offs = c0 + gl.arange(0, 64, layout=VECTOR)
     if PARTS == 1:
@@ -203,40 +200,40 @@ def conv_one_row_kernel(
     await_inputs()
     for i in gl.static_range(SLOTS):
         _load_pixels(
-            x_desc, extra1_desc, extra2_desc, x_bufs, x_bars, first, n, h, w0, i, SLOTS, MAIN,
-            BLOCKS1, PIXELS,
+            x_desc, extra1_desc, extra2_desc, x_bufs, x_bars, first, n, h, i, SLOTS, MAIN,
+            BLOCKS1, W,
         )  # fmt: skip
     if HAS_RESIDUAL:  # to where the result will be
-        tma_load(residual_desc, [n, h, w0, c0], beside_bar, stage)
+        tma_load(residual_desc, [n, h, 0, c0], beside_bar, stage)
     if emb_ptr is not None:
         bias += gl.load(emb_ptr + n.to(gl.int64) * stride_emb + offs)
 
-    acc = gl.zeros([64, PIXELS], gl.float32, LAYOUT)
+    acc = gl.zeros([64, W], gl.float32, LAYOUT)
     for i in gl.static_range(UNITS):
         mbarrier.wait(w_bars[i % SLOTS], i // SLOTS & 1)
         mbarrier.wait(x_bars[i % SLOTS], i // SLOTS & 1)
-        acc = _multiply(acc, x_bufs, w_bufs, i, SLOTS, MAIN, PIXELS)
+        acc = _multiply(acc, x_bufs, w_bufs, i, SLOTS, MAIN, W)
         if i > 0 and i - 1 + SLOTS < UNITS:  # where the unit before lay is room
             acc = warpgroup_mma_wait(3 if i < MAIN else 1, deps=(acc,))
             sync_threads()
-            _expect(x_bars, w_bars, i - 1 + SLOTS, SLOTS, MAIN, PIXELS)
+            _expect(x_bars, w_bars, i - 1 + SLOTS, SLOTS, MAIN, W)
             _load_filters(
                 w_desc, extra1_w_desc, extra2_w_desc, w_bufs, w_bars, first, c0, i - 1 + SLOTS,
                 SLOTS, MAIN, BLOCKS1,
             )  # fmt: skip
             _load_pixels(
-                x_desc, extra1_desc, extra2_desc, x_bufs, x_bars, first, n, h, w0, i - 1 + SLOTS,
-                SLOTS, MAIN, BLOCKS1, PIXELS,
+                x_desc, extra1_desc, extra2_desc, x_bufs, x_bars, first, n, h, i - 1 + SLOTS,
+                SLOTS, MAIN, BLOCKS1, W,
             )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
     if PARTS > 1:
         row = ((gl.program_id(1) * N + n) * CO + offs).to(gl.int64) * (H * W)
-        pixel = h * W + w0 + gl.arange(0, PIXELS, layout=gl.SliceLayout(0, LAYOUT))
+        pixel = h * W + gl.arange(0, W, layout=gl.SliceLayout(0, LAYOUT))
         gl.store(parts_ptr + row[:, None] + pixel[None, :], acc)
     else:
         y = acc + bias[:, None]
-        buf = reinterpret(stage, dtype, [PIXELS, 64], gl.NVMMASharedLayout(128, 16))
+        buf = reinterpret(stage, dtype, [W, 64], gl.NVMMASharedLayout(128, 16))
         buf = buf.permute((1, 0))
         if HAS_RESIDUAL:
             mbarrier.wait(beside_bar, 0)
@@ -244,12 +241,12 @@ def conv_one_row_kernel(
         y = round_pairs(y, dtype)
         buf.store(y)
         fence_async_shared()
-        tma_store(y_desc, [n, h, w0, c0], stage)
+        tma_store(y_desc, [n, h, 0, c0], stage)
         if partial_ptr is not None:
             y = widen_pairs(y)
             total = gl.sum(y, axis=1)
             # about the mean of the tile, since a difference of large sums would cancel
-            d = y - (total / PIXELS)[:, None]
+            d = y - (total / W)[:, None]
             to = partial_ptr + tile.to(gl.int64) * 2 * CO + offs
             gl.store(to, total)
             gl.store(to + CO, gl.sum(d * d, axis=1))
