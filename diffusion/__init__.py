@@ -92,6 +92,9 @@ def train(
 
     It runs train.py's loop and writes the same files. ConfigError: a setting is wrong.
     """
+    from .runtime.host import choose_threads_now
+
+    choose_threads_now()  # before what imports PyTorch
     from .presets import chosen_with, defaults_of_training, filled
     from .runs.training import train as run
 
@@ -181,6 +184,10 @@ def sample(
 
     ConfigError: a setting is wrong.
     """
+    from .runtime.host import choose_threads_now
+
+    if isinstance(source, str | Path):
+        choose_threads_now()  # before what imports PyTorch
     from .formats.trained import Trained
     from .plan.inference import sampling_network
     from .runs.conditioning import load_conditions
@@ -222,6 +229,9 @@ def evaluate(
 
     ConfigError: a setting is wrong, or nothing was held out.
     """
+    from .runtime.host import choose_threads_now
+
+    choose_threads_now()  # before what imports PyTorch
     from .runs.evaluation import evaluate as run
 
     return run({"ckpt": str(ckpt), "metrics": list(metrics), **settings}) or {}

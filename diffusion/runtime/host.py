@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
@@ -98,25 +99,39 @@ def busy_seconds() -> tuple[float, float]:
 
 
 def choose_threads(before: tuple[float, float]) -> None:
-    """Before PyTorch is imported: as many threads as other processes leave processors, as they were
-    since `before` (of `busy_seconds`), which wait for one another for a short time only. What the
-    environment says of OpenMP stands."""
+    """As many threads as other processes leave processors, as they were since `before` (of
+    `busy_seconds`), which wait for one another for a short time only. That short time has to be
+    said before PyTorch is imported; where it has been, it is told their number alone. What the
+    environment says of OpenMP stands, and a number that PyTorch was told by somebody."""
     global _chosen
-    if set(_OF_OPENMP) & set(os.environ) or "torch" in sys.modules:
+    torch, count = sys.modules.get("torch"), processors()
+    if set(_OF_OPENMP) & set(os.environ) or (torch and torch.get_num_threads() != count):
         return
-    os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
-    now, count = busy_seconds(), processors()
+    if torch is None:
+        os.environ["GOMP_SPINCOUNT"] = str(_SPINS)
+    now = busy_seconds()
     seconds = now[1] - before[1]
     if seconds < _SHORTEST or count < len(_allowed()):
         return  # too soon to say, or a share of more processors than others are seen on
     others = max(0.0, now[0] - before[0]) / seconds
     threads = max(1, min(count, round(count - others)))
     if threads < count:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
+        if torch is None:
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        else:
+            torch.set_num_threads(threads)
         _chosen = (
             f"other processes keep {others:.1f} of {count} processors busy, so the number of"
             f" threads is {threads} (OMP_NUM_THREADS in the environment decides otherwise)"
         )
+
+
+@cache
+def choose_threads_now() -> None:
+    """`choose_threads` by a fifth of a second that begins now; once in a process."""
+    before = busy_seconds()
+    time.sleep(_SHORTEST)
+    choose_threads(before)
 
 
 def _allowed() -> set[int]:

@@ -57,11 +57,11 @@ class Interval:
 
 def progress_line(row: dict[str, Any], steps: int, noun: str) -> str:
     """A row of the log for a terminal that shows no bar."""
-    batch_size = row["images"] / row["step"]
-    left = (steps - row["step"]) * batch_size / row["images_per_s"]
+    batch_size, rate = row["images"] / row["step"], row["images_per_s"]
+    left = (steps - row["step"]) * batch_size / rate
     return (
         f"step {row['step']}/{steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}"
-        f"  {row['images_per_s']:.0f} {noun}/s  ETA {duration(left)}"
+        f"  {rate:.{0 if rate >= 10 else 1}f} {noun}/s  ETA {duration(left)}"
     )
 
 

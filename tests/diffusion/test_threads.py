@@ -11,6 +11,7 @@ import torch
 
 from diffusion.runs import estimate
 from diffusion.runtime import host
+from diffusion.training.progress import progress_line
 from diffusion.training.trainer import TrainSettings
 
 from ..end_to_end.processes import started
@@ -64,6 +65,45 @@ def test_what_the_user_says_stands(machine, name):
     assert host.threads_are_ours() == (name != "OMP_NUM_THREADS")
 
 
+class _PyTorch:
+    """Of which a program has imported one that is told numbers of threads."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+    def get_num_threads(self) -> int:
+        return self.threads
+
+    def set_num_threads(self, threads: int) -> None:
+        self.threads = threads
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (3, 3)])
+def test_pytorch_that_is_there_is_told_unless_somebody_has(machine, before, after):
+    """In Python, where a program may have imported it: its library no longer reads what the
+    environment says."""
+    choose, environment = machine
+    torch = host.sys.modules["torch"] = _PyTorch(before)
+    choose(2.0)
+    assert torch.threads == after and environment == {}
+    assert (host.threads_chosen() is not None) == (before != after)
+
+
+def test_training_from_python_leaves_others_their_processors():
+    """Two threads beside a process that keeps one of two processors busy waited for each other for
+    ten times as long as one takes."""
+    code = """
+import diffusion
+from diffusion.runtime import host
+host.choose_threads = lambda before: print("chosen") or 1 / 0
+diffusion.train("nowhere")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "chosen" and "ZeroDivisionError" in done.stderr
+
+
 def test_others_are_seen_and_this_process_is_not():
     """A process that is busy beside this one, which is busy as well."""
     code = "import time; print(flush=True)\nwhile True: pass"
@@ -107,6 +147,14 @@ def said(monkeypatch, model=UNET64, size=64, steps=1000, **train):
     monkeypatch.setattr(estimate, "rate", lambda: 2e11)  # of two cores
     config = {"dataset": {"name": "elephants", "size": size}, "model": model}
     return estimate.long_run(config, TrainSettings(steps=steps, **train), False)
+
+
+@pytest.mark.parametrize(
+    ("rate", "words"), [(0.44, "0.4 images/s  ETA 3 min"), (431.7, "432 images/s")]
+)
+def test_a_row_shows_the_rate_and_what_is_left(rate, words):
+    row = {"step": 2, "images": 16, "loss": 0.5, "grad_norm": 1.0, "images_per_s": rate}
+    assert words in progress_line(row, 12, "images")
 
 
 def test_a_run_that_takes_days_is_said_to(monkeypatch):
