@@ -32,6 +32,7 @@ from ..runtime.device import Device, describe
 from ..tf32 import as_operand
 from .plain import fused_tiles, pointer_skip_dx, pointer_tiles
 from .plain.fused_launch import columns_in_boxes
+from .plain.pointer_skip_dx import SkipOperands
 from .plain.pointer_tiles import PointerTile
 from .plain.products import multiply, tile_origin, whole_sum
 from .plain.tile_edges import count_tiles, tile_number, zero_outside
@@ -313,29 +314,13 @@ def _launch(
         return dx1, dx2, rows
     columns = dz if dz2 is not None else dz[..., begin : begin + c]
     tensors = dy, weight.view(co, c), columns, dz2, x1, x2, add1, coeff, dx1, dx2, rows
-    launch = pointer_skip_dx.launch if by_pointers else _launch_tma
-    launch(*tensors, box, config, upsample1=upsample1, precision=precision)
+    operands = SkipOperands(*tensors, box, upsample1, precision)
+    SKIP_DX.kernel_of(config).launch(config, operands)
     return dx1, dx2, rows
 
 
-def _launch_tma(
-    dy: Tensor,  # these as those of `pointer_skip_dx.launch`
-    weight: Tensor,
-    dz: Tensor,
-    dz2: Tensor | None,
-    x1: Tensor,
-    x2: Tensor | None,
-    add1: Tensor | None,
-    coeff: Tensor | NormSums,
-    dx1: Tensor,
-    dx2: Tensor | None,
-    rows: Tensor | None,
-    box: tuple[int, int, int],
-    config: Config,
-    *,
-    upsample1: bool,
-    precision: str,
-) -> None:
+def _launch_tma(config: Config, operands: SkipOperands) -> None:
+    dy, weight, dz, dz2, x1, x2, add1, coeff, dx1, dx2, rows, box, upsample1, precision = operands
     n, h, w, co = dy.shape
     c, c1 = weight.shape[1], x1.shape[3]
     factor = 2 if upsample1 else 1
@@ -473,6 +458,7 @@ SKIP_DX = Op(
             Config,
             _refuse_tma,
             _of_tma,
+            launch=_launch_tma,
             work=_tma_work,
             fitted_by=("num_warps",),
             adds=("residual",),
@@ -482,6 +468,7 @@ SKIP_DX = Op(
             PointerTile,
             _refuse_pointer,
             _of_pointer,
+            launch=pointer_skip_dx.launch,
             work=_pointer_work,
             fitted_by=pointer_tiles.FITTED_BY,
             borrows=AMPERE,

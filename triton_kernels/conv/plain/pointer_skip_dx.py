@@ -5,6 +5,7 @@ The coefficients are those of `norm_grad_table`; they are not made here.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -174,31 +175,34 @@ def _skip_dx_pointer_kernel(
         )  # fmt: skip
 
 
-def launch(
-    dy: Tensor,  # [N, H, W, CO]
-    weight: Tensor,  # [CO, C] of this launch's channels, with rows any distance apart,
-    dz: Tensor,  # as is [N, H, W, C of C or more]; with dz2: [N, H / 2, W / 2, C1]
-    dz2: Tensor | None,  # [N, H, W, C - C1]
-    x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
-    x2: Tensor | None,  # [N, H, W, C - C1]
-    add1: Tensor | None,  # [N, H, W, C1]
-    coeff: Tensor,  # float32 [N, 3, C of C or more]
-    dx1: Tensor,  # as x1, to be written
-    dx2: Tensor | None,  # as x2, likewise
-    rows: Tensor | None,  # float32 [N K, C1], likewise
-    box: tuple[int, int, int],
-    config: PointerTile,
-    *,
-    upsample1: bool,
-    precision: str,
-) -> None:
-    """What `conv.skip_dx` has allocated and checked; no tile has channels of both halves."""
-    n, h, w, co = dy.shape
-    c, c1, cz = weight.shape[1], x1.shape[3], dz.stride(2)
-    unit = math.gcd(8, co, c, c1, cz, weight.stride(0))
+class SkipOperands(NamedTuple):
+    """What `conv.skip_dx` has checked and allocated for one launch."""
+
+    dy: Tensor  # [N, H, W, CO]
+    weight: Tensor  # [CO, C] of this launch's channels, with rows any distance apart,
+    dz: Tensor  # as is [N, H, W, C of C or more]; with dz2: [N, H / 2, W / 2, C1]
+    dz2: Tensor | None  # [N, H, W, C - C1]
+    x1: Tensor  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
+    x2: Tensor | None  # [N, H, W, C - C1]
+    add1: Tensor | None  # [N, H, W, C1]
+    coeff: Any  # float32 [N, 3, C of C or more]; or, for `tma`, `skip_dx.NormSums`
+    dx1: Tensor  # as x1, to be written
+    dx2: Tensor | None  # as x2, likewise
+    rows: Tensor | None  # float32 [N K, C1], likewise
+    box: tuple[int, int, int]  # images, rows and columns of a tile
+    upsample1: bool
+    precision: str  # "ieee" | "tf32"
+
+
+def launch(config: PointerTile, operands: SkipOperands) -> None:
+    """dx1, dx2 and rows; no tile has channels of both halves."""
+    *tensors, box, upsample1, precision = operands
+    n, h, w, co = operands.dy.shape
+    (_, c), c1, cz = operands.weight.shape, operands.x1.shape[3], operands.dz.stride(2)
+    stride_w, ck = operands.weight.stride(0), operands.coeff.stride(1)
+    unit = math.gcd(8, co, c, c1, cz, stride_w)
     _skip_dx_pointer_kernel[(programs(config, box, n, h, w, c),)](
-        dy, weight, dz, dz2, x1, x2, add1, coeff, dx1, dx2, rows, n, h, w, co // unit, c // unit,
-        c1 // unit, cz // unit, coeff.stride(1), weight.stride(0) // unit,
+        *tensors, n, h, w, co // unit, c // unit, c1 // unit, cz // unit, ck, stride_w // unit,
         UPSAMPLE=upsample1, EXACT=c % config.block_c == 0 and co % config.block_k == 0,
         RAGGED=is_ragged(box, h, w), UNIT=unit, PRECISION=precision, **tile_sizes(box, config),
     )  # fmt: skip
