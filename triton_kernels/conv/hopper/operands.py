@@ -67,7 +67,7 @@ class Operands(NamedTuple):
     x: Tensor  # [N, H, W, K], what is convolved: x, or dy
     weight: Tensor  # [CO, CI, 3, 3] in channels_last memory
     y: Tensor  # [N, H, W, C] to be written: y, or dz
-    vectors: Tensor  # float32: bias [CO], or table [N, 4, CI]: mean, rstd, g, b
+    vectors: Tensor | None  # float32: bias [CO], or table [N, 4, CI]: mean, rstd, g, b
     partials: Tensor | None  # float32 [N, tiles of an image, 2, C] to be written
     # [N, H, W, .], read in the epilogue where y is written: the residual; or x, or the two tensors
     # that it concatenates

@@ -5,9 +5,6 @@ channels will do, and any image; what is no multiple of 8 channels is fetched nu
 """
 
 import math
-from collections.abc import Sequence
-
-from torch import Tensor
 
 from ...activations import rounded_grad
 from ...noise.dropout import mask_arguments
@@ -25,37 +22,38 @@ from .tma_boxes import is_ragged, tile_sizes
 # --- forward --------------------------------------------------------------------------------------
 
 
-def forward(config: PointerTile, operands: Operands) -> None:
-    """As `fused_launch.forward`."""
-    x, weight, y = operands.x, operands.weight, operands.y
-    ci, width = x.shape[3], y.shape[3]
-    co, _, r, s = weight.shape
-    _launch_forward(
-        x,
-        weight,
-        y,
-        ((ci, ci), (co, width)),
-        config,
-        operands.precision,
-        operands.partials,
-        bias=operands.vectors,
-        emb=operands.emb,
-        residual=operands.beside[0] if operands.beside else None,
-        extra=operands.extra,
-        extra_bias=operands.extra_bias,
-        stride_w=r * s * ci,
-    )
+def forward(config: PointerTile, operands: Operands, transposed: bool = False) -> None:
+    """As `fused_launch.forward`; `transposed`: x is the gradient of a result, y of its input."""
+    x, weight, y, stats = operands.x, operands.weight, operands.y, operands.partials is not None
+    n, h, w, k = x.shape
+    co, ci, r, s = weight.shape
+    c, width, stride_w = ci if transposed else co, y.shape[3], r * s * ci
+    box = box_of(config, n, h, w, even=stats)
+    pairs = [t for pair in operands.extra for t in pair]
+    beside = [other.shape[3] for other, _ in operands.extra]
+    rows = [filters.stride(0) for _, filters in operands.extra]
+    for other, filters in operands.extra:
+        assert filters.shape == (c, other.shape[3]) and filters.stride(1) == 1
+    unit = math.gcd(8, k, width, stride_w, *beside, *rows)
+    absent = 2 - len(beside)
+    conv_pointer_forward_kernel[(programs(config, box, *y.shape),)](
+        x, weight, y, operands.vectors, operands.extra_bias, operands.emb,
+        operands.beside[0] if operands.beside else None, *pairs, *[None] * (2 * absent),
+        operands.partials, n, h, w, k, k // unit, c, width // unit, *[v // unit for v in beside],
+        *[0] * absent, stride_w // unit, *[v // unit for v in rows], *[0] * absent,
+        operands.numbers[1],
+        R=r, S=s, TRANSPOSED=transposed, PADDED=c != width,
+        EXACT=c == width and divide(config, width, k, *beside),
+        RAGGED=stats and is_ragged(box, h, w), UNIT=unit, ROWS=config.rows,
+        PRECISION=operands.precision, **tile_sizes(box, config),
+    )  # fmt: skip
 
 
 def _plain(config: PointerTile, operands: ConvOperands) -> None:
     """A forward pass with a bias at most, or its input gradient."""
     x, weight, bias, y, _, _, precision, dgrad, *_ = operands
-    ci, r, s = weight.shape[1:]
     assert precision == "tf32"
-    channels = (x.shape[3],) * 2, (y.shape[3],) * 2
-    _launch_forward(
-        x, weight, y, channels, config, precision, bias=bias, transposed=dgrad, stride_w=r * s * ci
-    )
+    forward(config, Operands(x, weight, y, bias, None), dgrad)
 
 
 def _refuse_plain(spec: ConvSpec, gpu: Device) -> str | None:
@@ -66,45 +64,6 @@ def _refuse_plain(spec: ConvSpec, gpu: Device) -> str | None:
     if gpu.tma and (spec.itemsize == 4 or min(spec.k, spec.c) < 16):
         return "of what a TMA unit could fetch it takes 16 bits, 16 channels and more"
     return refuse(spec, gpu)
-
-
-def _launch_forward(
-    x: Tensor,
-    weight: Tensor,
-    y: Tensor,
-    channels: tuple[tuple[int, int], tuple[int, int]],  # of x, and of y: that count, and all
-    config: PointerTile,
-    precision: str,
-    partials: Tensor | None = None,
-    *,
-    bias: Tensor | None = None,
-    emb: Tensor | None = None,
-    residual: Tensor | None = None,
-    extra: Sequence[tuple[Tensor, Tensor]] = (),
-    extra_bias: Tensor | None = None,
-    transposed: bool = False,
-    stride_w: int,
-) -> None:
-    n, h, w, _ = x.shape
-    (k, kx), (c, cy) = channels
-    r, s = weight.shape[2:]
-    stats = partials is not None
-    box = box_of(config, n, h, w, even=stats)
-    pairs = [t for pair in extra for t in pair] + [None] * (4 - 2 * len(extra))
-    beside = [other.shape[3] for other, _ in extra]
-    rows = [filters.stride(0) for _, filters in extra]
-    for other, filters in extra:
-        assert filters.shape == (c, other.shape[3]) and filters.stride(1) == 1
-    unit = math.gcd(8, kx, cy, stride_w, *beside, *rows)
-    conv_pointer_forward_kernel[(programs(config, box, *y.shape),)](
-        x, weight, y, bias, extra_bias, emb, residual, *pairs, partials, n, h, w, k, kx // unit, c,
-        cy // unit, *[v // unit for v in beside], *[0] * (2 - len(extra)), stride_w // unit,
-        *[v // unit for v in rows], *[0] * (2 - len(extra)), 0 if emb is None else emb.stride(0),
-        R=r, S=s, TRANSPOSED=transposed, PADDED=(k, c) != (kx, cy),
-        EXACT=(k, c) == (kx, cy) and divide(config, cy, kx, *beside),
-        RAGGED=stats and is_ragged(box, h, w), UNIT=unit, ROWS=config.rows, PRECISION=precision,
-        **tile_sizes(box, config),
-    )  # fmt: skip
 
 
 # --- input gradient -------------------------------------------------------------------------------
