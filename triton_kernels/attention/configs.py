@@ -11,7 +11,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import AttentionSpec
 from ..runtime.device import Device
 from . import hopper as head
-from . import relayed, streamed
+from . import relayed, streamed, tile_launch
 from .tiles import BwdConfig, Tile, bwd_config, bwd_tiles, bwd_work, fwd_tiles, fwd_work
 
 
@@ -144,26 +144,34 @@ TILES = Kernel(
     Tile,
     lambda *_: None,
     fwd_tiles,
+    launch=tile_launch.forward,
     work=fwd_work,
     borrows=AMPERE,
 )
-HEAD = Kernel("head", HeadTile, head.refuse, head_tiles)
-KEPT = Kernel("kept", KeptTile, streamed.refuse_kept, lambda *_: KEPT_CONFIGS, kept_cost)
+HEAD = Kernel("head", HeadTile, head.refuse, head_tiles, launch=head.forward)
+KEPT = Kernel(
+    "kept", KeptTile, streamed.refuse_kept, lambda *_: KEPT_CONFIGS, kept_cost,
+    launch=streamed.forward_kept,
+)  # fmt: skip
 STREAMED = Kernel(
-    "streamed", StreamedTile, streamed.refuse_streamed, lambda *_: STREAMED_CONFIGS, streamed_cost
+    "streamed", StreamedTile, streamed.refuse_streamed, lambda *_: STREAMED_CONFIGS, streamed_cost,
+    launch=streamed.forward_streamed,
+)  # fmt: skip
+RELAYED = Kernel(
+    "relayed", RelayedTile, relayed.refuse, relayed_tiles, relayed_cost, launch=relayed.backward
 )
-RELAYED = Kernel("relayed", RelayedTile, relayed.refuse, relayed_tiles, relayed_cost)
 TILES_GRAD = Kernel(
     "tiles",
     BwdConfig,
     lambda *_: None,
     bwd_tiles,
     tiles_grad_cost,
+    launch=tile_launch.backward,
     work=bwd_work,
     fitted_by=("one_pass",),
     borrows=AMPERE,
 )
-HEAD_GRAD = Kernel("head", HeadGrad, head.refuse, lambda *_: BWD_HEAD_CONFIGS)
+HEAD_GRAD = Kernel("head", HeadGrad, head.refuse, lambda *_: BWD_HEAD_CONFIGS, launch=head.backward)
 
 
 def _similar(spec: AttentionSpec, gpu: Device) -> bool:

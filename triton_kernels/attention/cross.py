@@ -9,14 +9,14 @@ from torch import Tensor
 from ..registry.choose import select
 from ..registry.spec import AttentionSpec, dtype_name
 from ..runtime.device import describe
-from . import tile_launch
 from .configs import CROSS_ATTENTION, CROSS_ATTENTION_GRAD
+from .operands import BwdOperands, FwdOperands, constants_of
 from .tiles import BwdConfig, Tile
 
 
 def _constants(q: Tensor, kv: Tensor, num_heads: int, allow_tf32: bool) -> dict:
     t, keys, d = q.shape[1], kv.shape[1], q.shape[2] // num_heads
-    return tile_launch.constants_of(t, keys, d, num_heads, "qkv_heads", allow_tf32)
+    return constants_of(t, keys, d, num_heads, "qkv_heads", allow_tf32)
 
 
 def cross_spec(
@@ -65,7 +65,8 @@ def cross_attention_fwd(
         spec = cross_spec(q, kv, mask, num_heads, allow_tf32, grad=False)
         config = select(CROSS_ATTENTION, spec, describe(q.device), run).config
     constants = _constants(q, kv, num_heads, allow_tf32)
-    tile_launch.forward(q, kv, _bytes(mask), o, lse, constants, config)
+    operands = FwdOperands(q, kv, _bytes(mask), o, lse, constants)
+    CROSS_ATTENTION.kernel_of(config).launch(config, operands)
     return o, lse
 
 
@@ -95,5 +96,6 @@ def cross_attention_bwd(
         spec = cross_spec(q, kv, mask, num_heads, allow_tf32, grad=True)
         config = select(CROSS_ATTENTION_GRAD, spec, describe(q.device), run).config
     constants = _constants(q, kv, num_heads, allow_tf32)
-    tile_launch.backward(do, q, kv, _bytes(mask), o, lse, dq, dkv, None, constants, config)
+    operands = BwdOperands(do, q, kv, _bytes(mask), o, lse, dq, dkv, None, constants)
+    CROSS_ATTENTION_GRAD.kernel_of(config).launch(config, operands)
     return dq, dkv

@@ -23,6 +23,7 @@ from ..hopper.descriptors import SUPPORTED, in_boxes, missing
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
+from .operands import BwdOperands, FwdOperands
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -66,46 +67,25 @@ def fetchable(x: Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
-def forward(
-    qkv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    constants: dict,
-    keep: int,
-    step: int,
-) -> None:
-    """o and lse of qkv: `keep` queries a program, `step` keys at a time; `constants` are those of
-    the other kernels."""
+def forward(config: tuple[int, int], operands: FwdOperands) -> None:
+    """o and lse of qkv: a program keeps so many queries, and has so many keys at a time."""
+    qkv, _, _, o, lse, constants = operands
     n, t, _ = qkv.shape
     d, rows = constants["D"], _rows(t)
-    keep = min(keep, rows)
+    keep, step = min(config[0], rows), min(config[1], rows)
     attention_fwd_head_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
-        described(qkv, keep, d),
-        described(qkv, rows, d),
-        described(o, keep, d),
-        lse,
-        **shared(constants),
-        ROWS=rows,
-        KEEP=keep,
-        STEP=min(step, rows),
-        num_warps=4,
+        described(qkv, keep, d), described(qkv, rows, d), described(o, keep, d), lse,
+        **shared(constants), ROWS=rows, KEEP=keep, STEP=step, num_warps=4,
         maxnreg=168 if d < 64 else None,  # so that three programs fit a multiprocessor
         **overlapping(qkv.device, n * t),
-    )
+    )  # fmt: skip
 
 
-def backward(
-    do: Tensor,
-    qkv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    dqkv: Tensor,
-    rows: Tensor | None,
-    constants: dict,
-) -> None:
-    """dqkv, and its sums over positions in `rows` [N, 3C]."""
+def backward(_: tuple[int, int], operands: BwdOperands) -> Tensor | None:
+    """dqkv, and rows of `BwdOperands`, of all positions."""
+    do, qkv, _, _, o, lse, dqkv, _, _, constants = operands
     n, t, _ = qkv.shape
-    d, positions = constants["D"], _rows(t)
+    d, positions, rows = constants["D"], _rows(t), operands.rows(t)
     wide = d == 64  # dq, dk and dv leave no registers for k and v
     num_warps = 4 if positions * d <= _MOST_DQ else 8
     attention_bwd_head_kernel[(n * constants["num_heads"],)](
@@ -114,6 +94,7 @@ def backward(
         **shared(constants), ROWS=positions, BUFFERS=1 if wide else 2, HELD=not wide,
         num_warps=num_warps, **overlapping(qkv.device),
     )  # fmt: skip
+    return rows
 
 
 def shared(constants: dict) -> dict:

@@ -3,29 +3,19 @@
 from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
 from ..registry.choose import select
 from ..registry.spec import AttentionSpec, dtype_name
 from ..runtime.device import describe
-from . import hopper as head
-from . import relayed, streamed, tile_launch
-from .configs import (
-    ATTENTION,
-    ATTENTION_GRAD,
-    HeadGrad,
-    HeadTile,
-    KeptTile,
-    RelayedTile,
-    StreamedTile,
-)
-from .tiles import BwdConfig, Tile
+from .configs import ATTENTION, ATTENTION_GRAD
+from .hopper import fetchable
+from .operands import BwdOperands, FwdOperands, constants_of
 
 
 def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dict:
     t, d = qkv.shape[1], qkv.shape[2] // 3 // num_heads
-    return tile_launch.constants_of(t, t, d, num_heads, order, allow_tf32)
+    return constants_of(t, t, d, num_heads, order, allow_tf32)
 
 
 def _spec(qkv: Tensor, num_heads: int, allow_tf32: bool, do: Tensor | None = None) -> AttentionSpec:
@@ -37,7 +27,7 @@ def _spec(qkv: Tensor, num_heads: int, allow_tf32: bool, do: Tensor | None = Non
         t=t,
         d=c3 // 3 // num_heads,
         grad=do is not None,
-        fetchable=all(head.fetchable(x) for x in (qkv, do) if x is not None),
+        fetchable=all(fetchable(x) for x in (qkv, do) if x is not None),
     )
 
 
@@ -46,7 +36,7 @@ def attention_fwd(
     num_heads: int,
     order: str,
     allow_tf32: bool,
-    config: Tile | HeadTile | KeptTile | StreamedTile | None = None,
+    config: tuple | None = None,  # of a kernel of `ATTENTION`
 ) -> tuple[Tensor, Tensor]:
     """o [N, T, C] and lse, float32 [N, heads, T] in base 2."""
     n, t, c3 = qkv.shape
@@ -63,16 +53,8 @@ def attention_fwd(
 
         spec = _spec(qkv, num_heads, allow_tf32)
         config = select(ATTENTION, spec, describe(qkv.device), run).config
-    if isinstance(config, HeadTile):
-        head.forward(qkv, o, lse, constants, *config)
-        return o, lse
-    if isinstance(config, KeptTile):
-        streamed.forward_kept(qkv, o, lse, constants, *config)
-        return o, lse
-    if isinstance(config, StreamedTile):
-        streamed.forward_streamed(qkv, o, lse, constants, *config)
-        return o, lse
-    tile_launch.forward(qkv, None, None, o, lse, constants, config)
+    operands = FwdOperands(qkv, None, None, o, lse, constants)
+    ATTENTION.kernel_of(config).launch(config, operands)
     return o, lse
 
 
@@ -84,7 +66,7 @@ def attention_bwd(
     num_heads: int,
     order: str,
     allow_tf32: bool,
-    config: BwdConfig | HeadGrad | RelayedTile | None = None,
+    config: tuple | None = None,  # of a kernel of `ATTENTION_GRAD`
 ) -> Tensor:
     """dqkv [N, T, 3C]; `do` may have any strides."""
     return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, None, config)[0]
@@ -99,7 +81,7 @@ def attention_bwd_rows(
     order: str,
     allow_tf32: bool,
     place: Callable[[int, int], Tensor] | None,  # (rows, columns) -> where they go, float32
-    config: BwdConfig | HeadGrad | RelayedTile | None = None,
+    config: tuple | None = None,  # of a kernel of `ATTENTION_GRAD`
 ) -> tuple[Tensor, Tensor | None]:
     """The same, and if they have a place, rows [rows, 3C] whose sum is that of dqkv over samples
     and positions."""
@@ -117,14 +99,5 @@ def attention_bwd_rows(
 
         spec = _spec(qkv, num_heads, allow_tf32, do)
         config = select(ATTENTION_GRAD, spec, describe(qkv.device), run).config
-    if isinstance(config, HeadGrad):
-        rows = None if place is None else place(n, c3)
-        head.backward(do, qkv, o, lse, dqkv, rows, constants)
-        return dqkv, rows
-    if isinstance(config, RelayedTile):
-        rows = None if place is None else place(n * triton.cdiv(t, relayed.KEEP), c3)
-        relayed.backward(do, qkv, o, lse, dqkv, rows, constants, *config)
-        return dqkv, rows
-    rows = None if place is None else place(n * triton.cdiv(t, config.keep), c3)
-    tile_launch.backward(do, qkv, None, None, o, lse, dqkv, None, rows, constants, config)
-    return dqkv, rows
+    operands = BwdOperands(do, qkv, None, None, o, lse, dqkv, None, place, constants)
+    return dqkv, ATTENTION_GRAD.kernel_of(config).launch(config, operands)

@@ -27,6 +27,7 @@ from ..runtime.dependent_launch import following, overlapping
 from ..runtime.device import Device
 from .hopper import described, refuse_heads, shared
 from .kernels import attention_bwd_delta_kernel
+from .operands import BwdOperands
 
 if SUPPORTED:
     from .relayed_kernels import attention_bwd_relayed_kernel
@@ -52,20 +53,12 @@ def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
     return None
 
 
-def backward(
-    do: Tensor,
-    qkv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    dqkv: Tensor,
-    rows: Tensor | None,
-    constants: dict,
-    step: int,
-    slots: int,
-) -> None:
-    """dqkv, and its sums over blocks of `KEEP` positions in `rows` [N blocks, 3C]: `step` queries
-    at a time, `slots` blocks of them in shared memory; `constants` are those of other kernels."""
+def backward(config: tuple[int, int], operands: BwdOperands) -> Tensor | None:
+    """dqkv, and rows of `BwdOperands`, of blocks of `KEEP` positions: so many queries at a time, so
+    many blocks of them in shared memory."""
+    (step, slots), (do, qkv, _, _, o, lse, dqkv, _, _, constants) = config, operands
     n, t, _ = qkv.shape
+    rows = operands.rows(KEEP)
     d, heads = constants["D"], constants["num_heads"]
     parts = triton.cdiv(t, KEEP)
     delta, dq, flags = (
@@ -84,3 +77,4 @@ def backward(
         **shared(constants), KEYS=KEEP, STEP=step, SLOTS=slots, num_warps=KEEP // 16,
         maxnreg=2**16 // _THREADS // 8 * 8, **following(qkv.device),
     )  # fmt: skip
+    return rows

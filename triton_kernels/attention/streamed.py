@@ -12,13 +12,13 @@ it. Two kernels share that loop, and differ in who loads:
 """
 
 import triton
-from torch import Tensor
 
 from ..hopper.descriptors import LOADER_REGISTERS, SUPPORTED
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
 from .hopper import described, refuse_heads, shared
+from .operands import FwdOperands
 
 if SUPPORTED:
     from .streamed_kernels import attention_fwd_kept_kernel, attention_fwd_streamed_kernel
@@ -38,17 +38,10 @@ def refuse_streamed(spec: AttentionSpec, gpu: Device) -> str | None:
     return refuse_heads(spec, gpu, STREAMED_DIMS)
 
 
-def forward_kept(
-    qkv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    constants: dict,
-    keep: int,
-    step: int,
-    slots: int,
-) -> None:
-    """o [N, T, C] and lse of qkv [N, T, 3C]: `keep` queries a program, `step` keys at a time, of
-    which `slots` blocks are in shared memory; `constants` are those of the other kernels."""
+def forward_kept(config: tuple[int, int, int], operands: FwdOperands) -> None:
+    """o and lse of qkv: so many queries a program, so many keys at a time, of which so many blocks
+    are in shared memory."""
+    (keep, step, slots), (qkv, _, _, o, lse, constants) = config, operands
     n, t, _ = qkv.shape
     d = constants["D"]
     attention_fwd_kept_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
@@ -58,18 +51,10 @@ def forward_kept(
     )  # fmt: skip
 
 
-def forward_streamed(
-    qkv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    constants: dict,
-    groups: int,
-    step: int,
-    slots: int,
-    registers: int,
-) -> None:
-    """The same with `groups` of 64 queries a program, each a warpgroup with so many registers a
-    thread, and `slots` blocks of keys and as many of values."""
+def forward_streamed(config: tuple[int, int, int, int], operands: FwdOperands) -> None:
+    """The same with groups of 64 queries a program, each a warpgroup with so many registers a
+    thread, and so many blocks of keys and as many of values."""
+    (groups, step, slots, registers), (qkv, _, _, o, lse, constants) = config, operands
     n, t, _ = qkv.shape
     d = constants["D"]
     # what a thread has at the launch; warpgroups then hand registers to each other

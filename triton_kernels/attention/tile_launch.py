@@ -1,72 +1,33 @@
 """Launches of the kernels in plain Triton, of attention and of cross-attention."""
 
-import math
-
 import torch
 import triton
 from torch import Tensor
 
 from ..runtime.dependent_launch import overlapping
 from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
-from .tiles import BwdConfig, Tile, block_d
+from .operands import BwdOperands, FwdOperands
+from .tiles import BwdConfig, Tile
 
 
-def constants_of(
-    t: int,  # queries
-    keys: int,
-    d: int,  # channels of a head
-    num_heads: int,
-    order: str,
-    allow_tf32: bool,
-) -> dict:
-    """The arguments that every kernel has, by name."""
-    return dict(
-        num_heads=num_heads,
-        scale=1 / math.sqrt(d),
-        T=t,
-        L=keys,
-        D=d,
-        HEADS_QKV=order == "heads_qkv",
-        PRECISION="tf32" if allow_tf32 else "ieee",
-        BLOCK_D=block_d(d),
-    )
-
-
-def forward(
-    q: Tensor,  # qkv [N, T, 3C], or q [N, T, C]
-    kv: Tensor | None,  # None, or [N, L, 2C]
-    mask: Tensor | None,  # uint8 [N, L]
-    o: Tensor,  # [N, T, C], to be written, as is float32 [N, heads, T]:
-    lse: Tensor,
-    constants: dict,
-    config: Tile,
-) -> None:
+def forward(config: Tile, operands: FwdOperands) -> None:
     """o and lse."""
-    n, heads, t = lse.shape
+    *tensors, constants = operands
+    n, heads, t = operands.lse.shape
     attention_fwd_kernel[(n * heads * triton.cdiv(t, config.keep),)](
-        q, kv, mask, o, lse,
+        *tensors,
         **constants, BLOCK_M=config.keep, BLOCK_N=config.step, num_warps=config.num_warps,
-        num_stages=config.num_stages, **overlapping(q.device, n * t),
+        num_stages=config.num_stages, **overlapping(operands.q.device, n * t),
     )  # fmt: skip
 
 
-def backward(
-    do: Tensor,  # [N, T, C], of any strides
-    q: Tensor,  # these and lse as those of `forward`
-    kv: Tensor | None,
-    mask: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    dq: Tensor,  # as q, to be written
-    dkv: Tensor | None,  # as kv, likewise
-    rows: Tensor | None,  # float32 [N, blocks of T, 3C] of qkv, likewise: sums over blocks
-    constants: dict,
-    config: BwdConfig,
-) -> None:
-    """The gradients, in one launch or in two."""
+def backward(config: BwdConfig, operands: BwdOperands) -> Tensor | None:
+    """The gradients, in one launch or in two; and rows of `BwdOperands`."""
     one_pass, keep, step, num_warps, num_stages = config
+    *read, dq, dkv, _, constants = operands
+    do, lse, keys = operands.do, operands.lse, constants["L"]
     n, heads, t = lse.shape
-    keys = constants["L"]
+    rows = operands.rows(keep)
     shared = dict(
         **constants,
         rows_ptr=rows,
@@ -75,17 +36,17 @@ def backward(
         stride_doc=do.stride(2),
         num_warps=num_warps,
         num_stages=num_stages,
-        **overlapping(q.device),
+        **overlapping(do.device),
     )
     delta = None
     if one_pass:
         assert keep >= keys, f"one pass over {keys} keys with tiles of {keep}"
     else:
-        delta = torch.empty((n, heads, t), dtype=torch.float32, device=q.device)
+        delta = torch.empty((n, heads, t), dtype=torch.float32, device=do.device)
         attention_bwd_dq_kernel[(n * heads * triton.cdiv(t, keep),)](
-            do, q, kv, mask, o, lse, delta, dq, **shared, BLOCK_M=keep, BLOCK_N=step
+            *read, delta, dq, **shared, BLOCK_M=keep, BLOCK_N=step
         )
     attention_bwd_dkdv_kernel[(n * heads * triton.cdiv(keys, keep),)](
-        do, q, kv, mask, o, lse, delta, dq, dkv,
-        **shared, BLOCK_M=step, BLOCK_N=keep, ONE_PASS=one_pass,
-    )  # fmt: skip
+        *read, delta, dq, dkv, **shared, BLOCK_M=step, BLOCK_N=keep, ONE_PASS=one_pass
+    )
+    return rows
