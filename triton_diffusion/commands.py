@@ -33,11 +33,11 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "train": Command("train a network", "diffusion.runs.training:train", trains=True),
     "sample": Command(
-        "draw images from a trained network", "diffusion.runs.sampling:sample", writes_out=True
+        "sample images from a trained network", "diffusion.runs.sampling:sample", writes_out=True
     ),
     "prepare": Command("put images into one file", "diffusion.runs.prepare:prepare_as_configured"),
     "evaluate": Command(
-        "compare drawn images with the data: FID, KID", "diffusion.runs.evaluation:evaluate"
+        "compare sampled images with the data: FID, KID", "diffusion.runs.evaluation:evaluate"
     ),
     "export": Command(
         "write a network for diffusers, ONNX, torch.export and others",
@@ -51,7 +51,7 @@ COMMANDS: dict[str, Command] = {
         "make another average of the weights of a run", "diffusion.training.averaging:average"
     ),
     "benchmark": Command(
-        "time drawing images, beside PyTorch and others", "diffusion.runs.benchmark:benchmark"
+        "time sampling, beside PyTorch and others", "diffusion.runs.benchmark:benchmark"
     ),
     "tune": Command("measure which tiles are fastest on this GPU", "diffusion.runs.tune:tune"),
     "doctor": Command(

@@ -250,7 +250,7 @@ def draw_share(
         how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
         how += f", {processes.count} processes" if processes.count > 1 else ""
         dtype = str(backend.dtype).removeprefix("torch.")
-        print(f"drawing in {dtype} with backend {backend.name}, {how}")
+        print(f"sampling in {dtype} with backend {backend.name}, {how}")
     if isinstance(network, InferenceUNet):
         context = parts_of(labels).context
         tokens = 0 if context is None else context.shape[1] - 1
@@ -287,7 +287,7 @@ def draw_share(
         )
     if processes.is_first:
         seconds = time.monotonic() - began  # capture of the chain's graph included
-        print(f"drawn in {seconds:.1f} s, {n / seconds:.3g} images/s", flush=True)
+        print(f"sampled in {seconds:.1f} s, {n / seconds:.3g} images/s", flush=True)
     return images
 
 

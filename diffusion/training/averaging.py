@@ -119,7 +119,7 @@ def average(config: dict[str, Any]) -> Path:
         )
     path = write_average(last, value, _sum(found, weights))
     print(
-        f"{path}: of {len(found)} averages, its profile within {100 * off:.2g} %; draw with"
+        f"{path}: of {len(found)} averages, its profile within {100 * off:.2g} %; sample with"
         f" ema={value}"
     )
     return path

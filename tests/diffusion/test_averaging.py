@@ -69,7 +69,7 @@ def runs(tmp_path_factory):
 def test_it_is_what_training_would_have_kept(runs, capsys):
     path = average({"ckpt": str(runs / "a"), "decay": 0.7})
     last = latest_checkpoint(runs / "b" / "checkpoints")
-    assert path.name == "ema_0.7.safetensors" and "draw with ema=0.7" in capsys.readouterr().out
+    assert path.name == "ema_0.7.safetensors" and "sample with ema=0.7" in capsys.readouterr().out
     kept, trained = read_weights(last, 0.7), read_weights(last, False)
     made = read_weights(path.parent, 0.7)
     assert made.keys() == kept.keys()
