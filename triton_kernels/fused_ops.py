@@ -24,12 +24,10 @@ be (`Op.why_apart`).
 import torch
 from torch import Tensor
 
-from .attention import (
-    attention_bwd_rows,
-    attention_fwd,
-    cross_attention_bwd,
-    cross_attention_fwd,
-)
+from .attention import attention_bwd_rows
+from .attention import attention_fwd as attention_forward
+from .attention import cross_attention_bwd as cross_attention_backward
+from .attention import cross_attention_fwd as cross_attention_forward
 from .attention.projected import PROJECTED, projected_attention
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from .conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
@@ -91,17 +89,6 @@ def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:
     return column_rows(x, sums.rows)
 
 
-def attention_forward(
-    qkv: Tensor,
-    num_heads: int,
-    order: str,
-    *,
-    allow_tf32: bool = True,  # here and below: of float32
-) -> tuple[Tensor, Tensor]:
-    """(o [N, T, C], logsumexp) of qkv [N, T, 3C]"""
-    return attention_fwd(qkv, num_heads, order, allow_tf32)
-
-
 def attention_backward(
     do: Tensor,
     qkv: Tensor,
@@ -111,7 +98,7 @@ def attention_backward(
     order: str,
     sums: RowSums | bool,  # True: rows in a tensor of their own; False: none
     *,
-    allow_tf32: bool = True,
+    allow_tf32: bool = True,  # of float32
 ) -> tuple[Tensor, Tensor | None]:
     """dqkv [N, T, 3C], and rows [rows, 3C] in a place of `sums`, whose sum is that of it over
     samples and positions."""
@@ -121,28 +108,6 @@ def attention_backward(
 
     place = sums.rows if isinstance(sums, RowSums) else own if sums else None
     return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, place)
-
-
-def cross_attention_forward(
-    q: Tensor, kv: Tensor, mask: Tensor | None, num_heads: int, *, allow_tf32: bool = True
-) -> tuple[Tensor, Tensor]:
-    """(o [N, T, C], logsumexp) of q [N, T, C], kv [N, L, 2C] and bool [N, L]"""
-    return cross_attention_fwd(q, kv, mask, num_heads, allow_tf32)
-
-
-def cross_attention_backward(
-    do: Tensor,
-    q: Tensor,
-    kv: Tensor,
-    mask: Tensor | None,
-    o: Tensor,
-    lse: Tensor,
-    num_heads: int,
-    *,
-    allow_tf32: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """dq [N, T, C] and dkv [N, L, 2C]"""
-    return cross_attention_bwd(do, q, kv, mask, o, lse, num_heads, allow_tf32)
 
 
 def avg_pool(x: Tensor, tf32: bool = False) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]

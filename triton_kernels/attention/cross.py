@@ -44,7 +44,7 @@ def cross_attention_fwd(
     kv: Tensor,  # [N, L, 2C]
     mask: Tensor | None,  # bool [N, L]
     num_heads: int,
-    allow_tf32: bool,
+    allow_tf32: bool = True,  # of float32
     config: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o [N, T, C] and lse, float32 [N, heads, T] in base 2: infinite where no key is seen."""
@@ -78,7 +78,7 @@ def cross_attention_bwd(
     o: Tensor,
     lse: Tensor,
     num_heads: int,
-    allow_tf32: bool,
+    allow_tf32: bool = True,  # of float32
     config: BwdConfig | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dq [N, T, C] and dkv [N, L, 2C]."""

@@ -35,7 +35,7 @@ def attention_fwd(
     qkv: Tensor,
     num_heads: int,
     order: str,
-    allow_tf32: bool,
+    allow_tf32: bool = True,  # of float32
     config: tuple | None = None,  # of a kernel of `ATTENTION`
 ) -> tuple[Tensor, Tensor]:
     """o [N, T, C] and lse, float32 [N, heads, T] in base 2."""
