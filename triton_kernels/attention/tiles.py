@@ -66,7 +66,7 @@ BWD_CONFIGS = (
 # What is taken of 129 to 256 channels in 16 bits on Hopper, whose products are of 64 rows: those of
 # the 32 rows that fit every chip are not
 FWD_WIDE = Tile(64, 64, 4, 2)
-BWD_WIDE = BwdConfig(False, 64, 32, 8, 2)
+BWD_WIDE = BwdConfig(False, 64, 64, 8, 2)
 
 
 def fwd_config(spec: AttentionSpec) -> Tile:
