@@ -211,7 +211,7 @@ def report(case: Case, found: Rehearsed) -> None:
         gone, new = (_kernels(c) for c in (every - lines, lines - every))
         said = f"{gone} -> {new}" if variant else f"{len(its['launches'])} launches"
         print(
-            f"{_named(case)} without {variant or 'nothing'}: "
+            f"{_named(case)} {f'without {variant}' if variant else 'as a whole'}: "
             f"{said if gone or not variant else 'the same'}"
         )
     sys.stdout.flush()

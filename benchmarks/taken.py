@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from benchmarks import ablate, goldens, harness
 from benchmarks.cases import MODELS, UNTUNED, model_settings
@@ -55,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
     torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     with context.Pool(settings["processes"], maxtasksperchild=1) as pool:
-        for (gpu, case), its in zip(asked, pool.imap(_rehearsed, asked), strict=True):
+        pairs = zip(asked, pool.imap(_rehearsed, asked), strict=True)
+        for (gpu, case), its in tqdm(pairs, total=len(asked), unit="case", disable=None):
             if "error" in its:
                 print(f"! {case} on {gpu}: {its['error']}", flush=True)
                 continue

@@ -141,7 +141,7 @@ def benchmark(config: dict[str, Any]) -> Path:
     stem = _stem(settings, device, trained)
     height, width, channels = trained.image_shape
     print(
-        f"{settings.ckpt}: {settings.n} images of {height}x{width}x{channels} a draw,"
+        f"{settings.ckpt}: {settings.n} images of {height}x{width}x{channels} a call,"
         f" {settings.sampler}, {settings.steps or 'all'} steps, on {_device_name(device)}"
     )
     del trained
@@ -420,4 +420,5 @@ def _version(package: str) -> str | None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"the CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"the CPU, {threads} thread{'s' * (threads > 1)}"
