@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.conv import conv_norm_grid_sync as conv_norm_grid_sync_module
+from triton_kernels.conv import conv_norm as conv_norm_module
 from triton_kernels.conv.conv_norm import NextNorm
 from triton_kernels.conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
 from triton_kernels.conv.fused import conv_forward
@@ -144,7 +144,7 @@ SHAPES = {  # and channels of a group
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    poison_outputs(monkeypatch, conv_norm_grid_sync_module)
+    poison_outputs(monkeypatch, conv_norm_module)
 
 
 class TestGpu:

@@ -8,26 +8,21 @@ several tiles, or groups lie across blocks of 64 channels: every tile leaves its
 those of the others (`conv.hopper.epilogue_grid_sync`, where it is shown that they come).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..activations import check_activation
-from ..registry.choose import expected, select
+from ..registry.choose import expected
 from ..registry.cost import fitted_to, of_passes
 from ..registry.kernel import Kernel, Op
 from ..registry.spec import FORWARD_TERMS, ConvSpec
-from ..runtime.device import Device, describe
-from .conv_norm import NextNorm
+from ..runtime.device import Device
+from .conv_norm import NextNorm, conv_norm, new_zeros
 from .fused import FORWARD
-from .fused_spec import forward_spec
 from .hopper import tile_mma
-from .hopper.operands import NormOfResult, Operands
-
-_empty = torch.empty  # tests put a function here that returns NaNs
 
 _MOST_WORDS = 16  # that a thread waits for at a time
 _LEAST_LANES = 4  # of threads, which have a channel's accumulators among them
@@ -95,48 +90,9 @@ def conv_norm_grid_sync(
     bias: Tensor,  # float32 [CO]
     norm: NextNorm,
     *,
-    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
-    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
-    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
-    extra_bias: Tensor | None = None,  # float32 [CO]
-    zeros: Callable[[int, torch.device], Tensor] | None = None,  # so many int64
-    config: tile_mma.TileMma | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:  # [N, H, W, CO], [N, K, 2, CO], [N, H, W, CO]
-    """y, its partials, and a, as of `conv_norm`."""
-    check_activation(norm.activation)
-    n, h, w, ci = x.shape
-    co = weight.shape[0]
-    assert norm.weight.shape == norm.bias.shape == (co,)
-    assert norm.weight.is_contiguous() and norm.bias.is_contiguous()
-    a = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
-    if n == 0:
-        y = a.clone() if norm.keep else None
-        return y, bias.new_empty((0, 1, 2, co)) if norm.stats else None, a
-    if config is None:
-        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-
-        def run(c: tile_mma.TileMma) -> Tensor:
-            return conv_norm_grid_sync(x, weight, bias, norm, **terms, config=c)[2]
-
-        added = {"emb": emb is not None, "residual": residual is not None, "keep": norm.keep}
-        others = [other for other, _ in extra]
-        spec = forward_spec(x, weight, extra=others, groups=norm.num_groups, **added)
-        config = select(CONV_NORM_GRID_SYNC, spec, describe(x.device), run).config
-    rows, _ = tile_mma.cut(config.block_m, h, w)
-    tiles = h // rows
-    y = _empty(a.shape, dtype=x.dtype, device=x.device) if norm.keep else None
-    partials = None
-    if norm.stats:
-        partials = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
-    slots = (zeros or _zeros)(n * co * tiles, x.device).view(n, co, tiles)
-    then = norm.eps, norm.activation, co // norm.num_groups, norm.keep
-    normed = NormOfResult(a, *norm[:2], *then, slots=slots)
-    beside = () if residual is None else (residual,)
-    out = a if y is None else y
-    given = Operands(x, weight, out, bias, partials, beside, extra, extra_bias, emb)
-    tile_mma.launch(config, given, normed)
-    return y, partials, a
-
-
-def _zeros(count: int, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=torch.int64, device=device)
+    zeros: Callable[[int, torch.device], Tensor] | None = None,  # so many int64; None: new ones
+    **terms: Any,  # of `conv_norm`, but for x2
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """As `conv_norm`."""
+    given = {"op": CONV_NORM_GRID_SYNC, "zeros": zeros or new_zeros}
+    return conv_norm(x, weight, bias, norm, **terms, **given)
