@@ -34,7 +34,8 @@ class GivenChannels:
 
     def __str__(self) -> str:
         reduced = "" if self.size is None else f", reduced to {self.size[0]}x{self.size[1]}"
-        return f"a condition of {self.channels} channels{reduced}"
+        plural = "s" * (self.channels > 1)
+        return f"a condition of {self.channels} channel{plural}{reduced}"
 
 
 def given_from_state(state: dict[str, Any] | None) -> GivenChannels | None:
