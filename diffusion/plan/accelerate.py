@@ -95,12 +95,19 @@ class Accelerated(nn.Module):
         inputs = made.traced.leaves(args, kwargs)
         with _MODULES:
             tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        parameters = [tensors[name] for name in made.graph.parameters]
+        written = made.traced.written
+        parameters = [
+            tensors[name].clone() if name in written else tensors[name]
+            for name in made.graph.parameters
+        ]
         if made.backward is None:
             with torch.no_grad():
                 outputs, _ = _evaluate(made, inputs, parameters, self._launch)
         else:
             outputs = _Planned.apply(made, self._launch, len(inputs), *inputs, *parameters)
+        with torch.no_grad():
+            for name, y in zip(written, outputs[len(outputs) - len(written) :], strict=True):
+                tensors[name].copy_(y)
         return made.traced.assemble(list(outputs))
 
     def plan_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, tuple, dict]:

@@ -43,13 +43,38 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     if training or running_mean is None or running_var is None:
-        return NotImplemented
+        return _batch_norm_of_the_batch(
+            input, running_mean, running_var, weight, bias, momentum, eps
+        )
     shape = (1, -1, *(1,) * (input.ndim - 2))
     gain = torch.rsqrt(running_var + eps)
     gain = gain if weight is None else gain * weight
     shift = -running_mean * gain
     shift = shift if bias is None else shift + bias
     return input * gain.view(shape).to(input.dtype) + shift.view(shape).to(input.dtype)
+
+
+def _batch_norm_of_the_batch(
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """By the statistics of x [N, C, ...], of which averages are kept."""
+    F._verify_batch_size(x.shape)
+    y = torch._native_batch_norm_legit(x, weight, bias, True, momentum, eps)[0]
+    over = [i for i in range(x.ndim) if i != 1]
+    with torch.no_grad():
+        for running, new in (
+            (running_mean, lambda z: z.mean(over)),
+            (running_var, lambda z: z.var(over)),
+        ):
+            if running is not None:
+                running.lerp_(new(x.to(running.dtype)), momentum)
+    return y
 
 
 # Names in place of which functionalization sees nothing: each is another name of an op

@@ -55,7 +55,7 @@ class _Rest:
 
     def __init__(self, recording: Recording, numbers: list[bool], given: list) -> None:
         self.calls: list[_End] = []
-        self.result = recording.result
+        self.result = recording.result, recording.written
         self.found: dict[int, _Place | Tensor] = {}  # by ids of tensors
         for i, x in enumerate(recording.inputs):
             if isinstance(x, Tensor):

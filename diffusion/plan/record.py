@@ -82,6 +82,7 @@ class Recording:
     differentiable: bool  # whether gradients are recorded, where the module is called
     calls: list[Call] = field(default_factory=list)
     constants: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in place of which
+    written: dict[str, Tensor] = field(default_factory=dict)  # buffers, and what they are behind it
     result: Any = None
 
 
@@ -90,7 +91,7 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
     autocast, also of the module's own, they say that they are on that of the arguments, on which
     its casts depend. What the module keeps of the call in its attributes is forgotten.
 
-    PlanError: the forward pass writes to a parameter, a buffer or an argument, depends on numbers
+    PlanError: the forward pass writes to a parameter or an argument, depends on numbers
     that are not known before, asks which tensors have gradients, or has gradients of its own: of
     tensors that are no parameters, through hooks, or by writing where none are recorded; or a hook
     or the forward pass does what no plan does, such as to append to a list that it was given.
@@ -128,6 +129,7 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
         def run(given: dict[int, Tensor], states: dict[str, Tensor]) -> dict[int, Tensor]:
             nonlocal made, result_spec  # since functionalization's trees make a tuple of a shape
             leaves = [given.get(i, x) for i, x in enumerate(inputs)]
+            notes.kept = {id(states[name]) for name in found.buffers}
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             states = {place: states[name] for place, name in places.items()}
             before = dict(states)
@@ -281,6 +283,7 @@ class _Notes(TorchDispatchMode):
         self.twins: dict[int, Tensor] = {}  # of constants, by their ids
         # ids of tensors that are views or have some, are constants, or come with the call
         self.shared: set[int] = set(self.given)
+        self.kept: set[int] = set()  # ids of buffers, as the forward pass has them
         self.function = ""  # the one that Python called
         self.differentiable = found.differentiable  # whether its result has gradients
         self.within = False  # a call that is noted whole
@@ -297,7 +300,12 @@ class _Notes(TorchDispatchMode):
                 return target(*args, **kwargs)
         args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs))
         if target is _ATEN.copy_.default and id(args[0]) in self.given:
-            raise PlanError(f"the module changes {self.given[id(args[0])]} in its forward")
+            # of what the forward pass has written to, once it is over
+            name = self.given[id(args[0])]
+            if name not in self.found.buffers:
+                raise PlanError(f"the module changes {name} in its forward")
+            self.found.written[name] = args[1]
+            return args[0]
         result = None if self.shapes.by_device else known_result(target, args, kwargs)
         result = target(*args, **kwargs) if result is None else result
         if any(r.alias_info for r in target._schema.returns) or "view" in target._opname:
@@ -458,6 +466,8 @@ class _Functions(TorchFunctionMode):
         written = kwargs.get("out", args[0] if writes and args else None)
         if isinstance(written, Tensor) and torch._is_functional_tensor(written):
             given = self.notes.given.get(id(_unwrapped(written)))
+            if id(written) in self.notes.kept and not name.startswith("requires_grad"):
+                return
             if given and not name.startswith("requires_grad"):
                 line = self.notes._source(sys._getframe(1))
                 raise PlanError(f"the module changes {given} in its forward ({line})")

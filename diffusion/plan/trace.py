@@ -38,6 +38,7 @@ class Traced:
     results: list[int | Any]  # of each leaf of the result: the graph's output, or what it is
     output_spec: pytree.TreeSpec
     reads: Reads  # what the module read of itself
+    written: list[str]  # buffers; the graph's last outputs are what they are behind the call
 
     def leaves(self, args: tuple, kwargs: dict) -> list[Tensor]:
         """The graph's inputs in a call."""
@@ -155,9 +156,11 @@ class _Tracer:
                 raise PlanError(f"the result has tensors in a {name}, into which no plan puts any")
             else:
                 results.append(leaf)
+        written = self.recording.written
+        outputs += [self.low.gather(detached(self.low, self.made[id(x)])) for x in written.values()]
         self.graph.outputs, self.graph.source = outputs, ""
         canonicalise(self.graph)
-        return Traced(self.graph, given, results, spec, reads)
+        return Traced(self.graph, given, results, spec, reads, list(written))
 
     def _begin(self) -> list[int]:
         """What the graph starts from; which of the call's leaves are inputs."""

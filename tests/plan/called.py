@@ -147,8 +147,9 @@ add("bilinear", F.bilinear, ROWS, (3, 4), of=((2, 8, 4),))
 
 layers = """
     GroupNorm(2, 4)  GroupNorm(2, 4, affine=False)  GroupNorm(2, 4, eps=0.1)
-    InstanceNorm2d(4)  BatchNorm2d(4) -> changes layer.num_batches_tracked
-    BatchNorm2d(4).eval()  LocalResponseNorm(2)
+    InstanceNorm2d(4)  BatchNorm2d(4)  BatchNorm2d(4, affine=False, momentum=0.3)
+    BatchNorm2d(4, momentum=None) -> __float__ of a tensor
+    BatchNorm2d(4, track_running_stats=False)  BatchNorm2d(4).eval()  LocalResponseNorm(2)
     LayerNorm(8)  LayerNorm(8, elementwise_affine=False)
     LayerNorm(8, bias=False)  RMSNorm(8)
     ReLU()  ReLU(inplace=True)  SiLU()  SiLU(inplace=True)  Mish()  Mish(inplace=True)

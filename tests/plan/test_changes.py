@@ -243,3 +243,55 @@ def test_torch_compile_around_compiles_no_planning(nets):
     x = torch.cat([x, x])
     torch.testing.assert_close(step(x), module(x * 2).square().mean())
     assert torch._dynamo.utils.counters["frames"]["total"] < 10
+
+
+class OfTheBatch(nn.Module):
+    """Batch norms and a spectral norm in training, one of them twice, and a count of calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 4, 3, padding=1))
+        self.norm, self.plain = nn.BatchNorm2d(4), nn.BatchNorm2d(4, affine=False, momentum=0.3)
+        self.out, self.last = nn.Conv2d(4, 3, 1), nn.BatchNorm1d(3, track_running_stats=False)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("average", torch.zeros(4, 1, 1))
+
+    def forward(self, x):
+        self.calls += 1
+        y = F.relu(self.norm(self.conv(x)))
+        y = self.plain(y) + F.silu(self.norm(y))
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(y.mean(0).mean((1, 2), keepdim=True), alpha=0.1)
+        return self.last(self.out(y + self.average / self.calls).mean((2, 3)))
+
+
+def test_buffers_that_a_forward_writes_to():
+    """Parameters and buffers are those of the module, step by step, and in evaluation."""
+    torch.manual_seed(0)
+    module = OfTheBatch().double()
+    fast = accelerate(copy.deepcopy(module))
+    for net in (module, fast):
+        generator = torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            x = torch.randn(4, 3, 6, 6, generator=generator, dtype=torch.float64)
+            optimizer.zero_grad()
+            net(x).sin().square().sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            net(x)
+    assert module.calls == 4 and module.norm.num_batches_tracked == 8
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(fast.state_dict()[name], value, msg=name)
+    torch.testing.assert_close(fast.eval()(x), module.eval()(x))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        accelerate(nn.BatchNorm1d(3))(torch.ones(1, 3))
+
+
+def test_a_buffer_that_backward_reads_and_the_forward_changes():
+    """The gradient is that of the value that was read; PyTorch's raises here."""
+    net = Does(lambda net, y, gain: (y * gain * net.count.add_(1), net.count.mul_(2))[0])
+    x = torch.randn(1, 3, 4, 4)
+    accelerate(net)(x, 1.0).sum().backward()
+    assert net.count == 2
+    torch.testing.assert_close(net.layer.bias.grad, torch.full((3,), 16.0))

@@ -108,7 +108,6 @@ def test_writing_in_place_is_making_another():
 @pytest.mark.parametrize(
     ("function", "what"),
     [
-        (lambda net, x: net.count.add_(1) + x, "count"),
         (lambda net, x: x.add_(1), "its argument 0"),
         (lambda net, x: net.inner.weight.mul_(2) + x[0, :1], "inner.weight"),
     ],
@@ -117,6 +116,16 @@ def test_what_a_module_writes_to_is_named(function, what):
     lined = rf"changes {what} in its forward \(plan/test_record\.py:\d+\)"
     with pytest.raises(PlanError, match=lined):
         calls(function)
+
+
+def test_a_buffer_that_is_written_to_has_another_value_behind_the_call():
+    def function(net, x):
+        with torch.no_grad():
+            net.count.mul_(2).add_(x.mean())
+        return x * net.count
+
+    names, found = calls(function)
+    assert found.written["count"] is found.calls[-1].args[1] and names[-1] == "aten.mul.Tensor"
 
 
 @pytest.mark.parametrize(
