@@ -17,8 +17,8 @@ from diffusion.runs.lock import RunLock
 from diffusion.runs.training import train
 from diffusion.runtime import file_lock
 
-from ..end_to_end.processes import descendants, finish, signal_all, started
-from ..end_to_end.run import TINY, environment, rows, run, start, start_together
+from ..end_to_end.processes import finish, signal_all, started
+from ..end_to_end.run import TINY, begin, begin_together, environment, rows, run
 from ..test_configs import composed
 
 HOLDER = """
@@ -120,32 +120,33 @@ def test_a_damaged_lock_file_is_taken_over(tmp_path, content):
     lock.release()
 
 
-@pytest.mark.parametrize("began", [start, start_together], ids=["alone", "torchrun"])
-def test_a_second_run_is_refused_while_the_first_lives(tmp_path, began):
+@pytest.mark.parametrize("count", [1, 2], ids=["alone", "two processes"])
+def test_a_second_run_is_refused_while_the_first_lives(tmp_path, count):
     run_dir = tmp_path / "run"
     command = (*TINY, f"run_dir={run_dir}", "train.steps=100000", "train.sample_every=0")
-    first = began(*(("train.py",) if began is start else ()), *command)
-    try:
-        until = time.monotonic() + 120
-        while not (run_dir / "metrics.csv").exists() or len(rows(run_dir)) < 2:
-            assert first.poll() is None and time.monotonic() < until
-            time.sleep(0.05)
-        code, _, err = run("train.py", *command)
-        assert code == 2 and "is being trained by process" in err and err.count("\n") == 1
-        if began is start_together:
-            alive = [first.pid, *descendants(first.pid)]
-            signal_all(alive, signal.SIGSTOP)  # or it trains on while the second begins
-            second = start_together(*command)
-            _, err = finish(second, 120)
-            signal_all(alive, signal.SIGCONT)
-            assert second.returncode != 0 and "is being trained by process" in err
-        assert first.poll() is None
-    finally:
-        signal_all([first.pid, *descendants(first.pid)], signal.SIGCONT)
-        first.kill() if began is start else first.terminate()
-        finish(first, 60)
+    alone = count == 1
+    first = [begin("train.py", *command)] if alone else begin_together("train.py", *command)
+    until = time.monotonic() + 120
+    while not (run_dir / "metrics.csv").exists() or len(rows(run_dir)) < 2:
+        assert all(p.poll() is None for p in first) and time.monotonic() < until
+        time.sleep(0.05)
+    code, _, err = run("train.py", *command)
+    assert code == 2 and "is being trained by process" in err and err.count("\n") == 1
+    if not alone:
+        signal_all([p.pid for p in first], signal.SIGSTOP)  # or they train while the second begins
+        second = begin_together("train.py", *command)
+        _, err = finish(second[0], 120)
+        second[1].kill()  # as torchrun does
+        signal_all([p.pid for p in first], signal.SIGCONT)
+        assert second[0].returncode != 0 and "is being trained by process" in err
+    assert all(p.poll() is None for p in first)
+    for process in first:
+        process.send_signal(signal.SIGKILL if alone else signal.SIGTERM)
+    for process in first:
+        finish(process, 60)
     saved = latest_checkpoint(run_dir / "checkpoints")  # none if it was killed
-    steps = 1 if saved is None else step_in_name(saved) + 1
+    assert (saved is None) == alone
+    steps = 1 if alone else step_in_name(saved) + 1
     train(composed(*command, f"train.steps={steps}"), run_dir)
     assert not (run_dir / "lock").exists()
 

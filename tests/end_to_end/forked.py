@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
@@ -40,8 +41,37 @@ IMPORTED = (
 )
 
 
+class Copy:
+    """One that runs, as of `subprocess.Popen`, with what it writes in files."""
+
+    def __init__(self, forked: "Forked", request: dict, pid: int):
+        self.args, self.pid, self.returncode = request["command"], pid, None
+        self._forked, self._files = forked, (Path(request["out"]), Path(request["err"]))
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forked.ask({"ended": self.pid})
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.02)
+        out, err = (path.read_text() for path in self._files)
+        return out, err
+
+
 class Forked:
-    """A process to fork; `run` runs a command in a copy of it."""
+    """A process to fork; `run` runs a command in a copy of it, and `start` starts one."""
 
     def __init__(self, environment: dict[str, str]):
         self.process = subprocess.Popen(
@@ -52,6 +82,25 @@ class Forked:
             env=environment,
             text=True,
         )
+        self.folder = tempfile.TemporaryDirectory()  # of what started copies write
+        self.count = 0
+
+    def ask(self, request: dict | list) -> object:
+        """What the process to fork answers at once."""
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        assert answer, "the process to fork has ended; what it said is above"
+        return json.loads(answer)
+
+    def start(self, command: list[str], cwd: Path, environment: dict[str, str]) -> Copy:
+        self.count += 1
+        out, err = (f"{self.folder.name}/{name}{self.count}" for name in ("out", "err"))
+        request = {"command": command, "cwd": str(cwd), "environment": environment}
+        request |= {"out": out, "err": err}
+        for path in (out, err):
+            Path(path).touch()
+        return Copy(self, request, self.ask({"start": request}))
 
     def run(
         self, command: list[str], cwd: Path, environment: dict[str, str], timeout: float
@@ -93,6 +142,7 @@ class Forked:
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
+        self.folder.cleanup()
 
 
 def _become(request: dict) -> NoReturn:
@@ -141,14 +191,22 @@ def main() -> None:
         importlib.import_module(name)
     gc.freeze()  # or the first collection in a copy would write to, and so copy, all of its memory
     for line in sys.stdin:
-        copies = []
-        for request in json.loads(line):
-            copy = os.fork()
-            if copy == 0:
-                _become(request)
-            copies.append(copy)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) for copy in copies]
-        print(json.dumps(codes), flush=True)
+        request = json.loads(line)
+        if isinstance(request, list):  # commands to run
+            copies = [_copy(command) for command in request]
+            answer = [os.waitstatus_to_exitcode(os.waitpid(copy, 0)[1]) for copy in copies]
+        elif "start" in request:
+            answer = _copy(request["start"])
+        else:
+            ended, status = os.waitpid(request["ended"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if ended else None
+        print(json.dumps(answer), flush=True)
+
+
+def _copy(request: dict) -> int:
+    """The process that runs a command."""
+    copy = os.fork()
+    return copy or _become(request)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,10 @@ _started: list[subprocess.Popen] = []
 
 def started(*arguments, **options) -> subprocess.Popen:
     """A process, as of `subprocess.Popen`, that ends with the test at the latest."""
-    process = subprocess.Popen(*arguments, **options)
+    return ends_with_the_test(subprocess.Popen(*arguments, **options))
+
+
+def ends_with_the_test(process):
     _started.append(process)
     return process
 

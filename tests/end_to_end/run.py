@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from .forked import ROOT, Forked
-from .processes import finish, started
+from .forked import ROOT, Copy, Forked
+from .processes import ends_with_the_test, finish, started
 
 PATIENCE = 240.0  # seconds for a command
 
@@ -54,6 +54,21 @@ def start(*command: str, cwd: Path | None = None) -> subprocess.Popen:
     )
 
 
+def begin(*command: str) -> subprocess.Popen | Copy:
+    """The same in a copy of a process that has imported PyTorch, as of `run`."""
+    if torch.cuda.is_available():
+        return start(*command)
+    return ends_with_the_test(_forked().start(_absolute(command), ROOT, environment()))
+
+
+def begin_together(*command: str, count: int = 2) -> list[subprocess.Popen | Copy]:
+    """Copies that work together, as of `run_together`."""
+    ranks = _ranks(count)
+    if torch.cuda.is_available():
+        return [_apart(command, env) for env in ranks]
+    return [ends_with_the_test(_forked().start(_absolute(command), ROOT, env)) for env in ranks]
+
+
 def start_together(
     *arguments: str, script: str = "train.py", count: int = 2, restarts: int = 0
 ) -> subprocess.Popen:
@@ -77,19 +92,28 @@ def run_together(*command: str, count: int = 2) -> list[tuple[int, str, str]]:
     """(exit code, stdout, stderr) of each of `count` processes that work together, as Slurm starts
     them: the environment says who they are. Copies as of `run`, which spare the agent and the
     imports of `start_together`."""
+    ranks = _ranks(count)
+    if not torch.cuda.is_available():
+        return _forked().run_together(_absolute(command), ROOT, ranks, PATIENCE)
+    processes = [_apart(command, env) for env in ranks]
+    said = [finish(process, PATIENCE) for process in processes]
+    return [(p.returncode, *texts) for p, texts in zip(processes, said, strict=True)]
+
+
+def _ranks(count: int) -> list[dict[str, str]]:
+    """The environment of each of `count` processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    ranks = [
+    return [
         environment() | meet | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(count)}
         for rank in map(str, range(count))
     ]
-    if not torch.cuda.is_available():
-        return _forked().run_together(_absolute(command), ROOT, ranks, PATIENCE)
+
+
+def _apart(command: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
-    processes = [started([sys.executable, *_absolute(command)], env=env, **pipes) for env in ranks]
-    said = [finish(process, PATIENCE) for process in processes]
-    return [(p.returncode, *texts) for p, texts in zip(processes, said, strict=True)]
+    return started([sys.executable, *_absolute(command)], env=env, **pipes)
 
 
 def rows(path: Path) -> list[dict[str, str]]:

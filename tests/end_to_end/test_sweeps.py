@@ -10,7 +10,7 @@ import torch
 from diffusion.runs.report import report
 
 from .processes import finish
-from .run import TINY, rows, run, start
+from .run import TINY, begin, rows, run, start
 
 ONE_STEP = (*TINY, "train.steps=1", "train.sample_every=0", "-m")
 LAUNCHERS = {
@@ -138,7 +138,7 @@ def test_a_search_that_was_interrupted_goes_on(tmp_path, number):
     search = (*ONE_STEP, f"run_dir={sweep}", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1")
     search += ("hydra.sweeper.n_trials=2", "optim.lr=interval(1e-4,1e-3)")
     search += ("hydra.sweeper.sampler.seed=1", "train.steps=40", "train.save_every=5")
-    process = start("train.py", *search)
+    process = begin("train.py", *search)
     waiting = time.monotonic() + 120
     while len({path.parts[-3] for path in sweep.glob("*/checkpoints/step_*")}) < 2:
         assert process.poll() is None and time.monotonic() < waiting

@@ -9,7 +9,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from .processes import finish
-from .run import TINY, rows, run, start
+from .run import TINY, begin, rows, run
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_killed_and_resumed_equals_not_killed(trained, tmp_path):
     """SIGKILL after a checkpoint, then the same command: the same parameters, bit for bit."""
     run_dir = tmp_path / "b"
     command = (*TINY, f"run_dir={run_dir}", "train.steps=6", "train.save_every=2")
-    process = start("train.py", *command)
+    process = begin("train.py", *command)
     waiting = time.monotonic() + 120
     while not (run_dir / "checkpoints" / "step_00000002").exists():
         assert process.poll() is None and time.monotonic() < waiting
@@ -94,7 +94,7 @@ def test_killed_and_resumed_equals_not_killed(trained, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_exits(tmp_path, number):
     run_dir = tmp_path / "c"
-    process = start("train.py", *TINY, f"run_dir={run_dir}", "train.steps=100000")
+    process = begin("train.py", *TINY, f"run_dir={run_dir}", "train.steps=100000")
     waiting = time.monotonic() + 120
     while not (run_dir / "metrics.csv").exists() or len(rows(run_dir)) < 2:
         assert process.poll() is None and time.monotonic() < waiting
