@@ -14,7 +14,7 @@ from triton_kernels.registry.spec import ConvSpec, dtype_name
 from triton_kernels.runtime.device import Device, describe
 
 from .chips import HOPPER
-from .test_conv_fused import (
+from .conv_fused_cases import (
     ROUNDING,
     Shape,
     check_extra,

@@ -19,7 +19,7 @@ from triton_kernels.runtime.device import describe
 
 from .chips import HOPPER
 from .compile_only import SHARED_LIMIT
-from .test_conv_fused import (
+from .conv_fused_cases import (
     ROUNDING,
     Shape,
     check_forward,

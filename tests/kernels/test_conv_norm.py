@@ -14,8 +14,8 @@ from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import describe
 
 from .chips import HOPPER
+from .conv_fused_cases import ROUNDING, Shape, check_stats, extra_case, forward_case, relative
 from .poison import poison_outputs
-from .test_conv_fused import ROUNDING, Shape, check_stats, extra_case, forward_case, relative
 from .test_conv_hopper import gpu, repeatedly
 
 CONFIGS = list(tile_mma.TILES)

@@ -20,8 +20,8 @@ from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.device import describe
 
 from .chips import HOPPER
+from .conv_fused_cases import ROUNDING, Shape, extra_case, forward_case, relative
 from .poison import poison_outputs
-from .test_conv_fused import ROUNDING, Shape, extra_case, forward_case, relative
 from .test_conv_hopper import gpu, repeatedly
 
 # --- who waits for whom ---------------------------------------------------------------------------

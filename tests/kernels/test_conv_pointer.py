@@ -10,10 +10,7 @@ from triton_kernels.conv.plain import pointer, pointer_wgrad
 from triton_kernels.conv.plain.pointer_tiles import TILES
 from triton_kernels.conv.plain.tma_boxes import spread_row_box
 
-from .distinct import distinct
-from .other_chip import _as_crowded
-from .poison import poison_outputs
-from .test_conv_fused import (
+from .conv_fused_cases import (
     DTYPES,
     RAGGED,
     ROUNDING,
@@ -32,6 +29,9 @@ from .test_conv_fused import (
     relative,
     weight_grad_reference,
 )
+from .distinct import distinct
+from .other_chip import _as_crowded
+from .poison import poison_outputs
 
 # Channels that are no multiple of 8, as no descriptor of a TMA unit could have them
 ODD = {

@@ -12,8 +12,8 @@ from triton_kernels.runtime.device import describe
 
 from .chips import HOPPER
 from .compile_only import SHARED_LIMIT
+from .conv_fused_cases import ROUNDING, relative
 from .poison import poison_outputs
-from .test_conv_fused import ROUNDING, relative
 from .test_conv_hopper import gpu, repeatedly
 
 TILES = [conv_upsampled.Tile(pixels) for pixels in conv_upsampled.gluon_upsampled.TILES]

@@ -21,8 +21,7 @@ from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.choose import explain
 from triton_kernels.registry.spec import AttentionSpec
 
-from .distinct import distinct
-from .test_attention import (
+from .attention_cases import (
     FLOOR,
     ORDERS,
     PRECISIONS,
@@ -32,6 +31,7 @@ from .test_attention import (
     errors,
     in_two_passes,
 )
+from .distinct import distinct
 
 
 @pytest.fixture(autouse=True)

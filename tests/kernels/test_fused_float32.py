@@ -14,11 +14,8 @@ from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
 
 from ..tensor_cores import tensor_cores_cut_off  # noqa: F401  a fixture
-from .poison import poison_outputs
-from .test_conv_fused import (
-    RACES,
+from .conv_fused_cases import (
     RAGGED,
-    RAGGED_RACES,
     SMALL,
     Shape,
     check_stats,
@@ -32,6 +29,8 @@ from .test_conv_fused import (
     relative,
     weight_grad_reference,
 )
+from .poison import poison_outputs
+from .test_conv_fused import RACES, RAGGED_RACES
 from .test_skip_dx import SMALL as SKIPS
 from .test_skip_dx import _inputs as skip_inputs
 

@@ -17,8 +17,8 @@ from triton_kernels.resample.op import gather
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from .chips import HOPPER
+from .conv_fused_cases import Shape, check_stats, extra_case, forward_case, randn, relative
 from .poison import poison_outputs
-from .test_conv_fused import Shape, check_stats, extra_case, forward_case, randn, relative
 from .test_conv_hopper import gpu, repeatedly
 
 EPS = 1e-5

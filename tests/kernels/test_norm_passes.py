@@ -25,9 +25,15 @@ from .norm_cases import (
     make_halves,
     partials_of,
     randn,
-    reference_backward,
     reference_forward,
     second_half,
+)
+from .norm_pass_checks import (
+    by_kernels,
+    check_backward,
+    check_dx_without_sums,
+    check_upsampled,
+    table_of,
 )
 from .poison import poison_outputs
 from .taken import take
@@ -42,16 +48,10 @@ def poisoned(monkeypatch):
     poison_outputs(monkeypatch, norm_passes, norm_sums, norm_tables, column_sum, row_sums)
 
 
-def _table(halves, ks, groups, weight, bias, **film):
-    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=True))
-    pixels = tuple(x.shape[1] * x.shape[2] for x in halves)
-    return norm_tables.norm_table(partials, pixels, groups, weight, bias, EPS, **film)
-
-
 @pytest.mark.parametrize(("shape", "channels", "ks", "groups"), CASES)
 def test_forward(shape, channels, ks, groups, device):
     halves, weight, bias = make_halves(shape, channels, device=device)
-    table = _table(halves, ks, groups, weight, bias)
+    table = table_of(halves, ks, groups, weight, bias)
     a = norm_passes.apply(halves[0], second_half(halves), table, "silu")
     low, exact = (
         reference_forward(halves, groups, weight, bias, "silu", dtype)
@@ -68,7 +68,7 @@ def test_forward(shape, channels, ks, groups, device):
 )
 def test_apply_drops_what_dropout_drops(shape, channels, device):
     halves, weight, bias = make_halves(shape, channels, device=device)
-    table = _table(halves, (1,) * len(halves), 4, weight, bias)
+    table = table_of(halves, (1,) * len(halves), 4, weight, bias)
     rng = torch.tensor([0x1234_5678_9ABC, 7], device=device)
     a = norm_passes.apply(halves[0], second_half(halves), table, "silu")
     got = norm_passes.apply(
@@ -86,7 +86,7 @@ def test_apply_drops_what_dropout_drops(shape, channels, device):
 def test_apply_writes_what_it_keeps(shape, channels, device):
     """As `mask_words` would draw it, and a is the same."""
     halves, weight, bias = make_halves(shape, channels, device=device)
-    table = _table(halves, (1,) * len(halves), 4, weight, bias)
+    table = table_of(halves, (1,) * len(halves), 4, weight, bias)
     mask = Mask(0.3, torch.tensor([0x1234_5678_9ABC, 7], device=device), layer=9, first=5)
     words = torch.full((*shape, sum(channels) // 64), -1, device=device)
     given = halves[0], second_half(halves), table, "silu"
@@ -98,7 +98,7 @@ def test_apply_writes_what_it_keeps(shape, channels, device):
 @pytest.mark.parametrize("act", ACTIVATIONS)
 def test_activations(act, device):
     halves, weight, bias = make_halves((1, 3, 3), (12,), device=device)
-    a = norm_passes.apply(halves[0], None, _table(halves, (1,), 4, weight, bias), act)
+    a = norm_passes.apply(halves[0], None, table_of(halves, (1,), 4, weight, bias), act)
     low, exact = (
         reference_forward(halves, 4, weight, bias, act, dtype) for dtype in (None, torch.float64)
     )
@@ -133,122 +133,26 @@ def test_chunks_are_of_one_size(pixels, wanted, chunks):
     assert pass_grid.divisor_near(pixels, wanted) == chunks
 
 
-def _check_upsampled(n, h, w, c1, c2, dtype, device):
-    """The small tensor and its statistics stand for the one that is never made; its gradient is the
-    sum over blocks of that one's."""
-    torch.manual_seed(0)
-    c, groups = c1 + c2, (c1 + c2) // 10
-    x1 = randn(n, h, w, c1, dtype=dtype, device=device)
-    x2, dz, add1, add2 = (
-        randn(n, 2 * h, 2 * w, width, dtype=dtype, device=device) for width in (c2, c, c1, c2)
-    )
-    weight, bias = torch.randn(2, c, device=device)
-    coeff = torch.randn(n, 3, c, device=device)
-    partials = (partials_of(x1, w), partials_of(x2, 4))
-    table = norm_tables.norm_table(partials, (h * w, 4 * h * w), groups, weight, bias, EPS)
-    a, large = norm_passes.apply_upsampled(x1, x2, table, "silu")
-    halves = (reference.upsample_nearest2d(x1), x2)
-    assert torch.equal(large, halves[0])
-    few, again = norm_passes.apply_upsampled(x1, x2, table, "silu", corners=True)
-    assert torch.equal(few[:, ::2, ::2], a[:, ::2, ::2]) and torch.equal(again, large)
-    assert torch.equal(few[..., c1:], a[..., c1:])
-    again, nothing = norm_passes.apply_upsampled(x1, x2, table, "silu", keep=False)
-    assert torch.equal(again, a) and nothing is None
-    rounding = torch.finfo(dtype).eps / 2 + 2e-6
-    assert_near(
-        "a",
-        a,
-        reference_forward(halves, groups, weight, bias, "silu", torch.float64),
-        floor=rounding,
-    )
-
-    dx1, dx2, rows = norm_passes.norm_dx(
-        dz, x1, x2, coeff, add1, add2, add1, sums=True, upsample1=True
-    )
-    p, q, r = coeff.double()[:, :, None, None].unbind(1)
-    exact = p * dz + q * torch.cat(halves, 3) + r
-    exact += torch.cat((2 * add1.double(), add2.double()), 3)
-    exact1 = reference.avg_pool2d(exact[..., :c1]) * 4
-    assert_near("dx1", dx1, exact1, floor=rounding)
-    assert_near("dx2", dx2, exact[..., c1:], floor=rounding)
-    assert_near("rows", rows.double().sum(0), exact1.sum((0, 1, 2)), floor=1e-5)
-
-
 @pytest.mark.parametrize(("h", "w"), [(3, 5), (1, 1), (4, 8)])
 def test_upsampled_half(h, w, device):
-    _check_upsampled(2, h, w, 12, 8, torch.float32, device)
-
-
-# --- backward: dz is the gradient at the affine output, so that autograd takes no activation ------
-
-
-def _kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=False, sums=None):
-    """The same from norm_table, norm_grad_table and norm_dx. Gradients begin as ones, or, with
-    RowSums, as what its gradient has."""
-    n, h, w, c = dz.shape
-    one = len(halves) == 1
-    table = _table(halves, ks, groups, weight, bias, **film)
-    mean, rstd = table[:, None, None, 0].double(), table[:, None, None, 1].double()
-    xhat = (torch.cat(halves, -1) - mean) * rstd
-    flat = torch.ones(4 * c, device=dz.device) if sums is None else sums.grad
-    got = dict(zip(("weight", "bias", "conv_bias"), flat.split(c), strict=False))
-    got["sums"] = flat[3 * c :][: halves[0].shape[-1]]
-    got |= {name: torch.ones(n, 2 * c + 3, device=dz.device)[:, 3 : c + 3] for name in film}
-    options = {f"grad_{name}_out": got[name] for name in film}
-    if film:
-        options |= {"weight": weight, "bias": bias, "scale": film["scale"]}
-    if one:
-        got["emb"] = torch.ones(n, 2 * c, device=dz.device, dtype=dz.dtype)[:, c:]
-        options |= {
-            "input_partials": partials_of(halves[0], ks[0]),
-            "emb_grad_out": got["emb"],
-        }
-    of_dz = partials_of(dz, ks[-1], xhat), table, h * w, groups
-    if sums is None:
-        work = torch.full((n, (2 + one) * c), torch.nan, device=dz.device)
-        coeff = norm_tables.norm_grad_table(*of_dz, None, None, rows_out=work, **options)
-        row_sums.bias_grad(work, flat[: work.shape[1]], accumulate)
-    else:
-        options |= {"bias_grad_out": got["conv_bias"]} if one else {}
-        grads = got["weight"], got["bias"]
-        coeff = norm_tables.norm_grad_table(*of_dz, *grads, sums=sums, **options)
-    add1, add2, second = adds[0], None if one else adds[1], adds[-1]
-    *dx, rows = norm_passes.norm_dx(
-        dz, halves[0], second_half(halves), coeff, add1, add2, second, sums=sums or True
-    )
-    row_sums.bias_grad(rows, got["sums"], accumulate, sums)
-    return got | {f"dx{i + 1}": d for i, d in enumerate(dx) if d is not None}
-
-
-def _check_backward(case, ks, floor=2e-6):
-    low, exact = reference_backward(*case), reference_backward(*case, dtype=torch.float64)
-    got = _kernels(*case, ks)
-    assert got["dx1"].dtype == case[0][0].dtype
-    sizes = exact["dx1"].abs().sum((1, 2))
-    # sums of dx vanish where a channel is a group: measure them by what was summed
-    scales = exact | {"emb": sizes, "conv_bias": sizes.sum(0), "sums": sizes.sum(0)}
-    for name, c in exact.items():
-        scale = scales[name].norm().clamp_min(1e-30)
-        error, budget = (((t[name].double() - c).norm() / scale).item() for t in (got, low))
-        budget = 2 * budget + floor
-        assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
+    check_upsampled(2, h, w, 12, 8, torch.float32, device)
 
 
 @pytest.mark.parametrize(("shape", "channels", "ks", "groups"), CASES)
 def test_backward(shape, channels, ks, groups, device):
-    _check_backward(make_case(shape, channels, groups, device=device), ks)
+    check_backward(make_case(shape, channels, groups, device=device), ks)
 
 
 def test_backward_with_scale_and_shift(device):
-    _check_backward(make_case((3, 4, 3), (12,), 3, film=True, device=device), (4,))
+    check_backward(make_case((3, 4, 3), (12,), 3, film=True, device=device), (4,))
 
 
 def test_fp16(device):
     """Parameters and statistics stay float32."""
     case = make_case((2, 5, 6), (28, 20), 4, dtype=torch.float16, device=device)
-    _check_backward(case, (3, 2))
+    check_backward(case, (3, 2))
     halves, _, weight, bias, *_ = case
-    a = norm_passes.apply(*halves, _table(halves, (3, 2), 4, weight, bias), "silu")
+    a = norm_passes.apply(*halves, table_of(halves, (3, 2), 4, weight, bias), "silu")
     low, exact = (
         reference_forward(halves, 4, weight, bias, "silu", dtype) for dtype in (None, torch.float64)
     )
@@ -263,17 +167,17 @@ def test_large_mean(channels, device):
     ks = (19, 5)[: len(channels)]
     halves, _, weight, bias, *_ = case
     a = norm_passes.apply(
-        halves[0], second_half(halves), _table(halves, ks, 3, weight, bias), "silu"
+        halves[0], second_half(halves), table_of(halves, ks, 3, weight, bias), "silu"
     )
     assert_near(
         "a", a, reference_forward(halves, 3, weight, bias, "silu", torch.float64), floor=1e-4
     )
-    _check_backward(case, ks, floor=1e-4)
+    check_backward(case, ks, floor=1e-4)
 
 
 def test_gradients_accumulate(device):
     case = make_case((3, 4, 3), (12,), 3, device=device)
-    first, second = (_kernels(*case, (4,), accumulate=again) for again in (False, True))
+    first, second = (by_kernels(*case, (4,), accumulate=again) for again in (False, True))
     for name in ("weight", "bias", "conv_bias", "sums"):
         assert torch.equal(second[name], first[name] + 1), name
 
@@ -288,10 +192,10 @@ def test_all_gradients_by_one_launch(device):
     sums = row_sums.RowSums(torch.ones(80, device=device))
     bits = {}
     for i in (0, 0, 1, 0, 1):
-        want = _kernels(*cases[i], (4,), accumulate=True)
+        want = by_kernels(*cases[i], (4,), accumulate=True)
         learnt = len(sums.tables)
         sums.grad.fill_(1)
-        got = _kernels(*cases[i], (4,), accumulate=True, sums=sums)
+        got = by_kernels(*cases[i], (4,), accumulate=True, sums=sums)
         assert torch.equal(sums.grad, torch.ones_like(sums.grad))  # not yet
         sums.flush()
         for name in _SUMMED:
@@ -332,7 +236,7 @@ def test_bias_grad(count, device):
 
 @pytest.mark.parametrize("channels", [(12,), (28, 20)], ids=["one", "two-halves"])
 def test_dx_alone(channels, device):
-    _check_dx_without_sums(make_case((2, 5, 3), channels, 2, device=device))
+    check_dx_without_sums(make_case((2, 5, 3), channels, 2, device=device))
 
 
 def test_dx_in_place_of_dz(device):
@@ -346,7 +250,7 @@ def test_dx_in_place_of_dz(device):
 def test_only_the_gradients_that_are_wanted(device):
     case = make_case((2, 4, 3), (12,), 3, device=device)
     halves, groups, weight, bias, dz, *_ = case
-    table = _table(halves, (4,), groups, weight, bias)
+    table = table_of(halves, (4,), groups, weight, bias)
     of_dz = partials_of(dz, 2, dz), table, 12, groups
     sums = row_sums.RowSums(torch.zeros(24, device=device))
     d_bias, conv_bias = sums.grad.split(12)
@@ -363,7 +267,7 @@ def test_only_the_gradients_that_are_wanted(device):
 
 def test_same_bits_again(device):
     case = make_case((2, 6, 4), (28, 20), 4, device=device)
-    first, second = (_kernels(*case, (3, 2)) for _ in range(2))
+    first, second = (by_kernels(*case, (3, 2)) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -371,7 +275,7 @@ def test_a_channel_border_may_not_matter(device):
     """Two halves give what their concatenation gives."""
     (x1, x2), weight, bias = make_halves((2, 4, 4), (32, 32), device=device)
     tables = [
-        _table(h, (4,) * len(h), 4, weight, bias) for h in ((x1, x2), (torch.cat((x1, x2), 3),))
+        table_of(h, (4,) * len(h), 4, weight, bias) for h in ((x1, x2), (torch.cat((x1, x2), 3),))
     ]
     assert_near("table", *tables, floor=1e-6)
     whole = norm_passes.apply(torch.cat((x1, x2), 3), None, tables[0], "silu")
@@ -403,7 +307,7 @@ def _tables_and_passes(case, ks, bits=3):
     halves, groups, weight, bias, *_ = case
     a = [
         norm_passes.apply(
-            halves[0], second_half(halves), _table(halves, ks, groups, weight, bias), "silu"
+            halves[0], second_half(halves), table_of(halves, ks, groups, weight, bias), "silu"
         )
         for _ in range(bits)
     ]
@@ -412,23 +316,11 @@ def _tables_and_passes(case, ks, bits=3):
         for dtype in (None, torch.float64)
     )
     assert_near("a", a[0], exact, low)
-    _check_backward(case, ks)
-    grads = [_kernels(*case, ks) for _ in range(bits)]
+    check_backward(case, ks)
+    grads = [by_kernels(*case, ks) for _ in range(bits)]
     for again in range(1, bits):
         assert torch.equal(a[0], a[again])
         assert all(torch.equal(grads[0][name], grads[again][name]) for name in grads[0])
-
-
-def _check_dx_without_sums(case):
-    """Without sums and additions, of which _kernels has both."""
-    halves, _, weight, _, dz, *_ = case
-    coeff = torch.randn(dz.shape[0], 3, weight.numel(), device=dz.device)
-    p, q, r = coeff.double()[:, :, None, None].unbind(1)
-    exact = (p * dz + q * torch.cat(halves, 3) + r).split([x.shape[3] for x in halves], 3)
-    rounding = torch.finfo(dz.dtype).eps / 2 + 2e-6
-    dx = norm_passes.norm_dx(dz, halves[0], second_half(halves), coeff)
-    for got, want in zip(dx, exact, strict=False):
-        assert_near("dx", got, want, floor=rounding)
 
 
 @pytest.mark.gpu
@@ -453,7 +345,7 @@ def test_every_config(list_name, shape, channels, ks, device, monkeypatch):
     for config in getattr(norm_passes, list_name):
         take(monkeypatch, norm_apply=config, norm_dx=config)
         _tables_and_passes(case, ks)
-        _check_dx_without_sums(case)
+        check_dx_without_sums(case)
 
 
 @pytest.mark.gpu
@@ -462,7 +354,7 @@ def test_every_config(list_name, shape, channels, ks, device, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_upsampled_half_on_the_gpu(config, shape, dtype, device, monkeypatch):
     take(monkeypatch, norm_apply=config, norm_dx=config)
-    _check_upsampled(*shape, dtype, device)
+    check_upsampled(*shape, dtype, device)
 
 
 @pytest.mark.gpu
@@ -501,13 +393,13 @@ def test_one_launch_in_a_graph(device):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        _kernels(*case, (4,), accumulate=True, sums=sums)
+        by_kernels(*case, (4,), accumulate=True, sums=sums)
         sums.flush()
     torch.cuda.current_stream().wait_stream(stream)
     want = sums.grad.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        _kernels(*case, (4,), accumulate=True, sums=sums)
+        by_kernels(*case, (4,), accumulate=True, sums=sums)
         sums.flush()
     for _ in range(3):
         sums.grad.fill_(1)
@@ -518,14 +410,14 @@ def test_one_launch_in_a_graph(device):
 @pytest.mark.gpu
 def test_captured_in_a_graph(device):
     case = make_case((4, 16, 16), (40, 24), 8, dtype=torch.bfloat16, device=device)
-    want = _kernels(*case, (4, 2))
+    want = by_kernels(*case, (4, 2))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        _kernels(*case, (4, 2))
+        by_kernels(*case, (4, 2))
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = _kernels(*case, (4, 2))
+        got = by_kernels(*case, (4, 2))
     graph.replay()
     assert all(torch.equal(got[name], want[name]) for name in want)

@@ -27,7 +27,7 @@ from triton_kernels.registry.spec import AttentionSpec, dtype_name
 from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import describe, standing_for
 
-from .test_attention import (
+from .attention_cases import (
     RUNS_ON_GPU,
     assert_close,
     check_rows,

@@ -17,13 +17,13 @@ from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import ConvSpec, WeightGradsSpec
 from triton_kernels.runtime.device import describe
 
-from .poison import poison_outputs
-from .test_conv_fused import (
+from .conv_fused_cases import (
     poison,  # noqa: F401  a fixture for every test here
     randn,
     relative,
     weight_grad_reference,
 )
+from .poison import poison_outputs
 from .test_conv_hopper import gpu
 
 CUT_OFF = 2.5e-8  # of a sum, for each product of 16 pixels: see `reductions.long_sums`

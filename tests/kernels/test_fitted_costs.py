@@ -1,0 +1,108 @@
+"""Costs that are fitted: parameters of known kernels, and what they choose."""
+
+import dataclasses
+
+import pytest
+
+from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD
+from triton_kernels.conv.few import CONV_FEW
+from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
+from triton_kernels.conv.plain.split_k import CONV_SPLIT
+from triton_kernels.conv.skip_dx import SKIP_DX
+from triton_kernels.conv.upsampled import UPSAMPLED
+from triton_kernels.conv.weight_grad import WEIGHT_GRAD
+from triton_kernels.conv.wgrad_group import WEIGHT_GRADS
+from triton_kernels.registry import choose as registry
+from triton_kernels.registry import cost
+from triton_kernels.registry.chips import CHIPS
+from triton_kernels.registry.cost import Work
+from triton_kernels.registry.spec import ConvSpec
+
+from .chips import HOPPER
+
+_WITHOUT_TMA = ("a100", "rtx3090", "rtx4090", "l40s")
+
+
+class TestFittedCosts:
+    @pytest.mark.parametrize("arch", [80, 90])
+    def test_parameters_are_of_known_kernels(self, arch):
+        """Each name is that of a kernel and of the fields that its parameters depend on."""
+        ops = FORWARD, INPUT_GRAD, SKIP_DX, WEIGHT_GRAD, WEIGHT_GRADS, ATTENTION, ATTENTION_GRAD
+        ops += CONV_SPLIT, CONV_FEW, UPSAMPLED
+        known = {(k.name, *k.fitted_by) for op in ops for k in op.kernels if k.work is not None}
+        fitted = cost.parameters(arch)
+        assert len(fitted) >= 10 and not cost.parameters(70)
+        for name, values in fitted.items():
+            kernel, *fields = name.removesuffix(" tf32").removesuffix(" fp32").split()
+            assert (kernel, *(field.split("=")[0] for field in fields)) in known
+            assert len(values) == len(cost.terms(Work(1, 1, 1, 1, 1, 1, 1), HOPPER))
+            assert all(value >= 0 for value in values) and any(values)
+
+    def test_kernels_through_pointers_borrow_from_another_chip_of_their_instructions(self):
+        """A chip that nobody has fitted takes tiles by the parameters of sm_80, in its own waves,
+        and those of which a multiprocessor holds eight warps or more."""
+        spec = ConvSpec(128, "bf16", 64, 64, 64, 64, r=3, s=3, stats=True, filters=(64, 64))
+        chosen = {name: registry.select(FORWARD, spec, CHIPS[name].gpu) for name in _WITHOUT_TMA}
+        kernel = FORWARD.kernel("pointer")
+        for name, choice in chosen.items():
+            gpu, config = CHIPS[name].gpu, choice.config
+            assert choice.kernel is kernel and config.rows == 4
+            assert kernel.model(spec, gpu, config) is None or name == "a100"
+            as_80 = kernel.model(spec, gpu._replace(arch=80), config)
+            assert kernel.predict(spec, gpu, config) == as_80
+        assert [c.config.block_k for c in chosen.values()] == [32, 16, 16, 16]
+        times = [kernel.predict(spec, CHIPS[n].gpu, chosen["a100"].config) for n in chosen]
+        assert times[1] > times[0] > times[2]  # 82, 108 and 128 multiprocessors
+
+    @pytest.mark.parametrize("op", [FORWARD, INPUT_GRAD, WEIGHT_GRAD], ids=lambda op: op.name)
+    def test_more_work_takes_longer(self, op):
+        """16 times the images take 4 to 16 times as long, by every kernel that has a model."""
+        spec = ConvSpec(32, "bf16", 32, 32, 128, 128, padding=(1, 1))
+        if op is INPUT_GRAD:
+            spec = dataclasses.replace(spec, first=128, activation="silu")
+        more = dataclasses.replace(spec, n=16 * 32)
+        models = 0
+        for kernel, config in registry.listed(op, spec, HOPPER):
+            if (us := kernel.model(spec, HOPPER, config)) is not None:
+                models += 1
+                assert 5 < us < 1000
+                assert 4 < kernel.model(more, HOPPER, config) / us < 17
+        assert models >= 5
+
+    def test_products_of_32_bits_have_parameters_of_their_own(self):
+        """Three products of TF32 take longer than one, and neither is a product of 16 bits."""
+        layer = {"n": 8, "h": 16, "w": 16, "k": 192, "c": 192, "padding": (1, 1)}
+        kernel = WEIGHT_GRAD.kernel("mma_wgrad")
+        config = kernel.configs(ConvSpec(dtype="tf32", **layer), HOPPER)[0]
+        one, three = (
+            kernel.model(ConvSpec(dtype=d, **layer), HOPPER, config) for d in ("tf32", "fp32")
+        )
+        assert 1.2 * one < three < 3 * one
+        tile = FORWARD.kernel("tma")
+        spec = ConvSpec(dtype="tf32", **layer)
+        assert tile.model(spec, HOPPER, tile.configs(spec, HOPPER)[0]) is None
+
+    def test_rows_that_are_not_whole_take_longer(self):
+        """Tiles of 40 channels are those of 64 with zeros in them, which are no less to fetch."""
+        for op, grad in ((FORWARD, {}), (INPUT_GRAD, {"activation": "silu"})):
+            whole, fewer = (ConvSpec(64, "bf16", 32, 32, c, c, stats=not grad) for c in (64, 40))
+            if grad:
+                whole, fewer = (dataclasses.replace(s, first=s.c, **grad) for s in (whole, fewer))
+            for name in ("tma", "tile_mma"):
+                kernel = op.kernel(name)
+                for config in kernel.configs(fewer, HOPPER):
+                    if config in kernel.configs(whole, HOPPER):
+                        times = [kernel.model(s, HOPPER, config) for s in (whole, fewer)]
+                        assert 1.1 < times[1] / times[0] < 4.5, (name, config)
+        assert [cost.beside_rows(c, 64, 2) for c in (16, 24, 40, 64, 88)] == [0, 16, 16, 0, 32]
+        assert cost.outside_rows(128, 64, 100, 10, beyond=0.0) == 0
+        assert cost.outside_rows(128, 64, 100, 10, beyond=0.5) == 10
+        assert cost.outside_rows(80, 64, 100, 10, beyond=0.5) == 5 + 110
+
+    def test_fewer_multiprocessors_take_longer(self):
+        """The parameters are of an architecture, in waves of the chip at hand."""
+        spec = ConvSpec(32, "bf16", 32, 32, 128, 128)
+        kernel = FORWARD.kernel("tile_mma")
+        for config in kernel.configs(spec, HOPPER):
+            half = HOPPER._replace(num_sms=66)
+            assert kernel.model(spec, half, config) > 1.5 * kernel.model(spec, HOPPER, config)
