@@ -110,12 +110,14 @@ def test_others_are_seen_and_this_process_is_not():
     before = host.busy_seconds()
     other = started([sys.executable, "-c", code], stdout=subprocess.PIPE)
     other.stdout.readline()
-    start, began = host.busy_seconds(), time.monotonic()
-    while time.monotonic() - began < 1.0:
+    began = time.monotonic()
+    start = host.busy_seconds()
+    while time.monotonic() - start[1] < 1.0:
         pass
     end = host.busy_seconds()
+    took = time.monotonic() - began
     other.kill()
-    assert end[1] - start[1] == pytest.approx(1.0, abs=0.3) and start[1] > before[1]
+    assert 1.0 <= end[1] - start[1] <= took and start[1] > before[1]
     assert end[0] - start[0] > 0.2  # what it got, on a machine that may be full
 
 
@@ -174,7 +176,7 @@ def test_a_short_one_and_an_unknown_one_are_not(monkeypatch):
 
 
 def test_a_rate_is_measured_in_a_moment():
-    began = time.perf_counter()
+    began = time.process_time()  # of this process, whoever runs beside it
     assert 1e8 < estimate.rate() < 1e14
-    assert time.perf_counter() - began < 5
+    assert time.process_time() - began < 5
     assert torch.is_grad_enabled()
