@@ -179,9 +179,13 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
 
 
 def _end_sweep(died: str | None = None) -> NoReturn:
-    """Say which jobs failed, if this was a sweep, and exit with 2 if one did or a process died."""
+    """Say which jobs failed, if this was a sweep, and which was best, if it was a search; exit with
+    2 if one failed or a process died."""
     jobs = sweep.current()
     failed = [] if jobs is None else list(jobs.failures())
+    best = None if jobs is None else jobs.best()
+    if best is not None:
+        print(best, flush=True)
     for folder, reason in failed:
         print(f"failed: {folder}: {reason}", file=sys.stderr)
     said = [died] if died else []

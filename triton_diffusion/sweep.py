@@ -22,7 +22,7 @@ import time
 import traceback
 import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,6 +57,7 @@ class Jobs(Callback):
         self.folder = Path()
         self.pid = os.getpid()  # of the process that the user started
         self.gpus: list[str] = []  # one for each process of the launcher, as far as they go
+        self.better: Callable[[list], tuple] | None = None  # of results; None: not a search
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Before the sweeper is made, in the process that the user started."""
@@ -111,6 +112,17 @@ class Jobs(Callback):
             if job.get("sweep") == self.sweep and job["state"] != "done":
                 reason = job.get("error") or "its process ended before the job did"
                 yield str(path.parent), reason
+
+    def best(self) -> str | None:
+        """Of a search: the result and the folder of the best of all jobs in its folder, in a line.
+        None: not a search for one figure, none is done, or another process says it."""
+        if not self.sweep or self.better is None or os.environ.get("RANK", "0") != "0":
+            return None
+        done = [(job["loss"], path) for path, job in _records(self.folder) if _has_result(job)]
+        if not done:
+            return None
+        result, path = self.better(done)
+        return f"best of {len(done)} jobs: {result:.6g}, {path.parent}"
 
     def _failed(self, config: DictConfig, reason: str) -> None:
         folder = self._record(config, "failed", error=reason)
@@ -171,6 +183,9 @@ class Jobs(Callback):
         """Optuna's search: a failed trial does not end it, and one that was interrupted goes on:
         the jobs in the folder are its first trials, of which those that are done are not run."""
         sweeper, overrides = config.hydra.sweeper, config.hydra.overrides.hydra
+        if not OmegaConf.is_list(sweeper.direction):
+            direction = getattr(sweeper.direction, "name", str(sweeper.direction))
+            self.better = max if direction == "maximize" else min
         logging.getLogger("hydra_plugins").setLevel(logging.ERROR)  # what failed has been said
         if not any(o.startswith("hydra.sweeper.max_failure_rate=") for o in overrides):
             sweeper.max_failure_rate = 1.0
@@ -302,6 +317,10 @@ def _records(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         job = _read(path)
         if isinstance(job.get("overrides"), list) and isinstance(job.get("number"), int):
             yield path, job
+
+
+def _has_result(job: dict[str, Any]) -> bool:
+    return job.get("state") == "done" and isinstance(job.get("loss"), float)
 
 
 def _read(path: Path) -> dict[str, Any]:

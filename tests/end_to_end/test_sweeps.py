@@ -126,6 +126,9 @@ def test_a_search_goes_on(tmp_path):
     best = (sweep / "optimization_results.yaml").read_text()
     losses = [job["loss"] for job in jobs(sweep).values() if job["state"] == "done"]
     assert f"best_value: {min(losses)}" in best
+    least = next(name for name, job in jobs(sweep).items() if job.get("loss") == min(losses))
+    said = out.splitlines()[-1]
+    assert said == f"best of {len(losses)} jobs: {min(losses):.6g}, {sweep / least}"
 
 
 @pytest.mark.parametrize(
