@@ -260,6 +260,7 @@ def search_so_far(folder: str, given: Sequence[str], study_name: str, direction:
     import optuna
     from hydra_plugins.hydra_optuna_sweeper._impl import create_params_from_overrides
 
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it would report the study made here
     space, _ = create_params_from_overrides([*given])
     storage = optuna.storages.InMemoryStorage()
     study = optuna.create_study(storage=storage, study_name=study_name, direction=direction)

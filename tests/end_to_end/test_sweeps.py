@@ -128,6 +128,7 @@ def test_a_search_goes_on(tmp_path):
     assert f"best_value: {min(losses)}" in best
     least = next(name for name, job in jobs(sweep).items() if job.get("loss") == min(losses))
     said = out.splitlines()[-1]
+    assert "study" not in err
     assert said == f"best of {len(losses)} jobs: {min(losses):.6g}, {sweep / least}"
 
 
