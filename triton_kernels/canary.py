@@ -60,6 +60,8 @@ def settle_compiler(device: torch.device) -> None:
 
 @lru_cache
 def _try(device: torch.device) -> None:
+    if (lacks := describe(device).lacks) is not None:
+        raise RuntimeError(lacks)
     settle_compiler(device)
     why = None
     for family in CONFIGS:

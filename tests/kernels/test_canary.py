@@ -6,6 +6,7 @@ import os
 import pytest
 import torch
 
+import triton_kernels
 from diffusion.errors import ConfigError
 from diffusion.runtime import backend
 from triton_kernels import canary
@@ -145,6 +146,22 @@ def test_nothing_right(monkeypatch):
     monkeypatch.setattr(canary, "wrong", lambda *_: "all is wrong")
     with pytest.raises(RuntimeError, match="no kernel computes a small convolution: all is wrong"):
         canary.kernels_off(CPU)
+
+
+@pytest.mark.parametrize("arch", [70, 75])
+def test_a_gpu_that_is_too_old_is_refused_in_words(monkeypatch, arch):
+    """Before a kernel is compiled for it, which fails without saying why."""
+    old = device_module.Device(False, 40, 65_536, arch=arch)
+    monkeypatch.setattr(device_module, "_INTERPRETER", old)
+    monkeypatch.setattr(canary, "wrong", lambda *_: pytest.fail("tried"))
+    said = rf"compute capability 7\.{arch % 10}; the kernels need 8\.0 or later"
+    with pytest.raises(RuntimeError, match=said):
+        canary.kernels_off(CPU)
+    x, weight = torch.ones(1, 4, 4, 16), torch.ones(16, 16, 3, 3)
+    with pytest.raises(ValueError, match=said):
+        triton_kernels.conv2d(x, weight.to(memory_format=torch.channels_last))
+    assert device_module.Device(False, 16, 167_936, arch=87).lacks is None
+    assert device_module.Device(True, 20, 232_448, arch=110).lacks is None
 
 
 def test_families_named_in_the_environment_are_off(monkeypatch):

@@ -73,6 +73,8 @@ def _select(
     searching = search.current()
     if known is not None and known[0] is table and searching is None:
         return known[1]
+    if gpu.lacks is not None:
+        raise ValueError(f"no kernel computes {op.name}: {gpu.lacks}")
     if searching is not None and run is not None:
         searching.measure(
             op, spec, lambda: listed(op, spec, gpu), lambda: _predicted(op, spec, gpu), run

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+_OLDEST = 80  # compute capability, ten times: the first with products of bf16 and TF32
+
 
 class Device(NamedTuple):
     """Capability and size of a GPU."""
@@ -25,6 +27,14 @@ class Device(NamedTuple):
         """Programs of four warps that keep it busy: just below eight a multiprocessor, so that
         powers of two are enough for chips whose multiprocessors are a few more than one."""
         return int(7.75 * self.num_sms) + 1
+
+    @property
+    def lacks(self) -> str | None:
+        """What every kernel here needs and the GPU lacks; None: nothing."""
+        if not 0 < self.arch < _OLDEST:
+            return None
+        capability, oldest = (f"{arch // 10}.{arch % 10}" for arch in (self.arch, _OLDEST))
+        return f"the GPU has compute capability {capability}; the kernels need {oldest} or later"
 
     @property
     def mma_sync(self) -> bool:
