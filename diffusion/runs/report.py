@@ -32,7 +32,10 @@ _OF_SCORES += tuple(
 _OF_A_RUN = ("checkpoints", "samples")  # folders in which there are no runs
 _MOST_FOLDERS = 20_000  # seconds; more is no folder of runs
 _TAIL = 5  # rows of the metrics whose mean is the loss at the end
-_DIGITS = {"per_s": 4, "minutes": 4}  # shown of results that vary from call to call; others: 6
+_DIGITS = {
+    "images_per_s": 4,
+    "minutes": 4,
+}  # shown of results that vary from call to call; others: 6
 _WRITTEN = (".html", ".md", ".csv")
 
 
@@ -153,7 +156,7 @@ def read_run(folder: Path) -> Run:
         last = metrics[-1]
         results["step"] = float(last["step"])
         results["loss"] = statistics.fmean(float(row["loss"]) for row in metrics[-_TAIL:])
-        results["per_s"] = statistics.median(float(row["images_per_s"]) for row in metrics)
+        results["images_per_s"] = statistics.median(float(row["images_per_s"]) for row in metrics)
         results["minutes"] = float(last["seconds"]) / 60
         records["loss"] = {k: shown(v) for k, v in config.items() if k.startswith("diffusion.")}
     for row in _rows(folder / "held_out.csv")[-1:]:

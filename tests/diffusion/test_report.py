@@ -55,13 +55,13 @@ def sweep(tmp_path):
 def test_the_table(sweep, capsys):
     rows = report({"runs": str(sweep)})
     assert list(rows[0]) == [
-        *("run", "optim.lr", "step", "loss", "per_s", "minutes"),
+        *("run", "optim.lr", "step", "loss", "images_per_s", "minutes"),
         *("fid", "images of evaluations", "action_mse"),
     ]
     assert [row["run"] for row in rows] == ["0", "1", "2"]
     assert [row["optim.lr"] for row in rows] == ["0.0001", "0.0002", "0.00030000000000000003"]
     assert rows[0] | {"optim.lr": ""} == {
-        **{"run": "0", "optim.lr": "", "step": "40", "loss": "0.85975", "per_s": "101.5"},
+        **{"run": "0", "optim.lr": "", "step": "40", "loss": "0.85975", "images_per_s": "101.5"},
         **{"minutes": "2", "fid": "-", "images of evaluations": "-", "action_mse": "-"},
     }
     assert (rows[1]["fid"], rows[1]["images of evaluations"]) == ("7.5", "20")
