@@ -125,8 +125,8 @@ def test_norms_in_the_launch_of_a_convolution(name, op, monkeypatch):
     monkeypatch.setattr(
         inference, "_empty", lambda *size, **options: torch.full(size, 2, **options)
     )
-    limit = "_NORM_NEXT_PIXELS" if op == "conv_norm" else "_MEETING_PIXELS"
-    for name_, value in {"_NORM_NEXT_PIXELS": 0, "_MEETING_IMAGES": 2, limit: 96}.items():
+    limit = "_NORM_NEXT_PIXELS" if op == "conv_norm" else "_GRID_SYNC_PIXELS"
+    for name_, value in {"_NORM_NEXT_PIXELS": 0, "_GRID_SYNC_IMAGES": 2, limit: 96}.items():
         limited(monkeypatch, name_, value)
     model = make(MODELS[name], (8, 12)).eval()
     twin = copy.deepcopy(model)

@@ -28,6 +28,9 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 _MAX_ELEMENTS = 16384  # of a group: 32 numbers a thread of 16 warps
 _PER_WARP, _MIN_WARPS = 1024, 4  # elements
 _PROGRAMS = 2  # a multiprocessor: if there were more, a program has several groups
+_MANY_TILES = 8  # whose sums are as many bytes as the pixels that a program reads
+_HELD = 12  # bytes of registers for each number of a group: it, the result, and where they lie
+_REGISTERS = 2**18  # bytes of them in a multiprocessor
 
 
 @configures("single_cta")
@@ -35,15 +38,35 @@ class WholeGroups(NamedTuple):
     """A program has groups of an image, as many as keep programs few."""
 
 
+def _lanes(spec: NormSpec) -> int:
+    """Of registers, for a group of an image."""
+    return triton.next_power_of_2(spec.c // spec.groups) * triton.next_power_of_2(spec.pixels)
+
+
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
-    lanes = triton.next_power_of_2(spec.c // spec.groups) * triton.next_power_of_2(spec.pixels)
+    lanes = _lanes(spec)
     return f"a group has {lanes} lanes of registers" if lanes > _MAX_ELEMENTS else None
+
+
+def _apart(spec: NormSpec, gpu: Device) -> str | None:
+    """Where sums have been taken, programs that read whole groups are quicker than those that add
+    the sums up again if sums are many, and the programs keep every multiprocessor busy and are
+    there at once."""
+    if not spec.tiles:
+        return None
+    if max(spec.tiles) < _MANY_TILES:
+        return f"there are sums of {max(spec.tiles)} tiles only"
+    programs, fit = spec.n * spec.groups, _PROGRAMS * _lanes(spec) * _HELD <= _REGISTERS
+    if not gpu.num_sms <= programs <= _PROGRAMS * gpu.num_sms or not fit:
+        return f"{programs} groups do not keep {gpu.num_sms} multiprocessors busy at once"
+    return None
 
 
 NORM_SINGLE_CTA = Op(
     "norm_single_cta",
     ("h", "w", "c1", "c2", "groups", "dtype"),
     (Kernel("single_cta", WholeGroups, _refuse, lambda *_: [WholeGroups()]),),
+    apart=_apart,
 )
 
 

@@ -22,10 +22,10 @@ def _conv(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     return given["x"], filters(given["weight"]), bias_of(given)
 
 
-def _affine(node, given: Inputs) -> tuple:
-    """The arguments of the norm that is in the launch."""
-    a = node.attrs
-    return a["groups"], given["norm_weight"], given["norm_bias"], a["eps"]
+def _norm_of(node, given: Inputs, prefix: str = "norm_") -> tuple:
+    """Groups, weight, bias, eps and activation of the norm that is in the launch."""
+    a, affine = node.attrs, (given[f"{prefix}{role}"] for role in ("weight", "bias"))
+    return a["groups"], *affine, a["eps"], a.get("activation", "identity")
 
 
 def _rows(given: Inputs) -> Tensor:  # [CO, CI]
@@ -71,18 +71,18 @@ def _resample_parts(run, node, given):
 
 @launches("norm_single_cta")
 def _norm_single_cta(run, node, given):
-    a, pool = node.attrs, node.attrs.get("pool", False)
     source = _split(node, given, "sum_") if "parts" in given else given["x0"]
-    norm = a["groups"], given["weight"], given["bias"], a["eps"], a["activation"]
-    options = {"pool": True} if pool else {"keep": "x" in node.outputs or "parts" not in given}
-    y, x = run.kernels.norm_single_cta(source, given.get("x1"), *norm, **film(given), **options)
+    options = {"keep": "x" in node.outputs or "parts" not in given}
+    if "pool" in node.attrs:
+        options = {"pool": True}
+    xs = source, given.get("x1")
+    y, x = run.kernels.norm_single_cta(*xs, *_norm_of(node, given, ""), **film(given), **options)
     return {"y": y, "x": x}
 
 
 def _sums(node, given: Inputs) -> tuple:
-    a = node.attrs
-    norm = a["groups"], given["weight"], given["bias"], a["eps"], a["activation"]
-    return given["x0"], given.get("x1"), tuple(many(given, "partials")), a["pixels"], *norm
+    sums = tuple(many(given, "partials")), node.attrs["pixels"]
+    return given["x0"], given.get("x1"), *sums, *_norm_of(node, given, "")
 
 
 @launches("norm_of_sums")
@@ -100,9 +100,9 @@ def _norm_upsampled(run, node, given):
 
 
 def _next_norm(node, given: Inputs) -> NextNorm:
-    groups, weight, bias, eps = _affine(node, given)
+    groups, weight, bias, eps, activation = _norm_of(node, given)
     keep, stats = "y" in node.outputs, "partials" in node.outputs
-    return NextNorm(weight, bias, groups, eps, node.attrs["activation"], keep, stats)
+    return NextNorm(weight, bias, groups, eps, activation, keep, stats)
 
 
 @launches("conv_norm")
@@ -113,7 +113,7 @@ def _conv_norm(run, node, given):
 
 
 @launches("conv_norm_grid_sync")
-def _conv_meeting(run, node, given):
+def _conv_norm_grid_sync(run, node, given):
     """Its programs synchronise through zeroed words of `zeros`. Their number is known from a dry
     run, where there are none yet."""
     taken = []
@@ -138,22 +138,19 @@ def _conv_meeting(run, node, given):
 
 @launches("norm_conv")
 def _norm_conv(run, node, given):
-    x, weight, bias = _conv(given)
-    norm = *_affine(node, given), node.attrs["activation"]
+    x, *weight = _conv(given)
+    norm = given["partials0"], *_norm_of(node, given)
     means = {"means": True} if "means" in node.outputs else {}
-    made = run.kernels.norm_conv(
-        x, given["partials0"], *norm, weight, bias, **film(given), **_terms(given), **means
-    )  # fmt: skip
+    made = run.kernels.norm_conv(x, *norm, *weight, **film(given), **_terms(given), **means)
     found = {next(iter(node.outputs)): made[0], "partials": made[1]}
     return found | (dict(zip(("means", "sums"), made[2], strict=True)) if means else {})
 
 
 @launches("norm_conv_of_two")
 def _norm_conv_of_two(run, node, given):
-    norm = *_affine(node, given), node.attrs["activation"]
-    xs, sums = many(given, "x"), tuple(many(given, "partials"))
+    xs, norm = many(given, "x"), (tuple(many(given, "partials")), *_norm_of(node, given))
     weight = filters(given["weight"]), bias_of(given)
-    y, partials = run.kernels.norm_conv_of_two(*xs, sums, *norm, *weight, emb=given.get("emb"))
+    y, partials = run.kernels.norm_conv_of_two(*xs, *norm, *weight, emb=given.get("emb"))
     return {"y": y, "partials": partials}
 
 
@@ -188,7 +185,7 @@ def _conv_upsampled(run, node, given):
 def _projected_attention(run, node, given):
     a, x, norm = node.attrs, given["x"].flatten(1, 2), None
     if "partials0" in given:
-        norm = given["partials0"], a["pixels"], *_affine(node, given)
+        norm = given["partials0"], a["pixels"], *_norm_of(node, given)[:-1]
     o = run.kernels.projected_attention(
         x, norm, _rows(given), bias_of(given), a["heads"], a["order"]
     )

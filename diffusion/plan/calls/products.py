@@ -153,12 +153,11 @@ def _weight_grad(run, node, given):
 # --- attention ------------------------------------------------------------------------------------
 
 
-def _usual_scale(node: Node) -> bool:
-    """Whether it is 1 / sqrt(d), as of the kernels; others are PyTorch's."""
-    values = node.inputs
-    d = (values.get("qkv", values.get("q")).shape[-1]) // node.attrs["heads"]
-    d = d // 3 if "qkv" in values else d
-    return abs(node.attrs["scale"] * d**0.5 - 1) < 1e-6
+def has_usual_scale(node: Node) -> bool:
+    """Whether attention, or its gradient, has the scale of the kernels, 1 / sqrt(d); others are
+    PyTorch's."""
+    o = node.inputs.get("o", node.out)  # [..., heads d]
+    return abs(node.attrs["scale"] ** 2 * o.shape[-1] / node.attrs["heads"] - 1) < 2e-6
 
 
 def _is_of_itself(given: Inputs) -> bool:
@@ -181,7 +180,7 @@ def _apart(given: Inputs) -> tuple[Tensor, Tensor]:  # [N, T, C], [N, L, 2C]
 @launches("attention")
 def _attention(run, node, given):
     heads, k = node.attrs["heads"], run.of(node)
-    if not _usual_scale(node):
+    if not has_usual_scale(node):
         o, state = _attend(given, **node.attrs), None
     elif _is_of_itself(given):
         o, state = k.attention_forward(_packed(given), heads, node.attrs.get("order", "qkv_heads"))
@@ -196,7 +195,7 @@ def _attention(run, node, given):
 @launches("attention_grad")
 def _attention_grad(run, node, given):
     heads, k = node.attrs["heads"], run.of(node)
-    if not _usual_scale(node):
+    if not has_usual_scale(node):
         return _attention_grad_by_autograd(node, given)
     if not _is_of_itself(given):
         q, kv = _apart(given)

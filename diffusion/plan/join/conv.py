@@ -3,11 +3,11 @@
 from ..graph import Node
 from .attention import waits_for_projection
 from .resample import means, of_upsampled
-from .state import TERMS, Joining, norm_inputs
+from .state import TERMS, Joining, norm_attrs, norm_inputs
 
 _NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
-_MEETING_PIXELS = 1024  # the same, of at least so many images
-_MEETING_IMAGES = 8
+_GRID_SYNC_PIXELS = 1024  # the same, of at least so many images
+_GRID_SYNC_IMAGES = 8
 
 
 def linear(j: Joining, node: Node) -> None:
@@ -80,7 +80,7 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
     if not splits and pixels <= _NORM_NEXT_PIXELS:
         op, stats = "conv_norm", keep and not j.reads_whole(2 * n * pixels * co, pixels)
         fits = j.joins("conv_norm", spec)
-    elif not splits and n >= _MEETING_IMAGES and pixels <= _MEETING_PIXELS:
+    elif not splits and n >= _GRID_SYNC_IMAGES and pixels <= _GRID_SYNC_PIXELS:
         op, stats = "conv_norm_grid_sync", keep
         fits = j.grid_sync and x2 is None and j.joins("conv_norm_grid_sync", spec)
     else:
@@ -96,14 +96,14 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
         outputs["partials"] = node.outputs["partials"]
     elif keep:
         j.measured[node.outputs["partials"]] = y
-    attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")}
+    attrs = norm_attrs(norm)
     j.emit(op, {**node.inputs, **affine, "x2": x2}, outputs, node, **attrs)
     j.graph.reason(norm.out, f"a norm in the launch of its convolution ({op})")
     j.done.add(norm)
     return True
 
 
-def _may_pool(j: Joining, node: Node, pool: Node) -> bool:
+def _may_pool(node: Node, pool: Node) -> bool:
     even = node.out.shape[1] % 2 == node.out.shape[2] % 2 == 0
     return even and pool.attrs["window"] == (2, 2) and "emb" not in node.inputs
 
@@ -130,12 +130,11 @@ def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
     if not j.joins("norm_conv", j.spec(node, x, groups=norm.attrs["groups"], tiles=sums)):
         return False
     pool = j.first_reader(node.out)
-    pools = pool is not None and pool.op == "avg_pool" and _may_pool(j, node, pool)
+    pools = pool is not None and pool.op == "avg_pool" and _may_pool(node, pool)
     del inputs["x"]
     inputs |= {"x": x, "partials0": partials} | norm_inputs(norm)
     outputs = node.outputs | (means(j, pool) if pools else {})
-    attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")}
-    j.emit("norm_conv", inputs, outputs, node, **attrs)
+    j.emit("norm_conv", inputs, outputs, node, **norm_attrs(norm))
     j.graph.reason(node.out, "a norm made by the convolution that reads it")
     if pools:
         j.done.add(pool)
@@ -160,8 +159,7 @@ def _norm_conv_of_two(j: Joining, node: Node, norm: Node) -> bool:
     j.need(node.inputs.get("emb"))
     inputs = {k: v for k, v in node.inputs.items() if k != "x"} | norm_inputs(norm)
     inputs |= {role: norm.inputs[role] for role in ("x0", "x1", "partials0", "partials1")}
-    attrs = {key: norm.attrs[key] for key in ("groups", "eps", "activation")}
-    j.emit("norm_conv_of_two", inputs, node.outputs, node, **attrs)
+    j.emit("norm_conv_of_two", inputs, node.outputs, node, **norm_attrs(norm))
     j.graph.reason(node.out, "a norm made by the convolution that reads it")
     j.forget(norm.out)
     return True

@@ -1,20 +1,15 @@
 """Norms: one launch each, or deferred until their readers are known."""
 
-from triton import next_power_of_2
-
 from triton_kernels.conv.upsampled import upsampled_spec
 from triton_kernels.registry.spec import ConvSpec, NormSpec, dtype_name
 
 from ..graph import Node, Value
 from .resample import upsampled_filters
-from .state import NORM, TERMS, Joining, norm_inputs
+from .state import NORM, TERMS, Joining, norm_attrs, norm_inputs
 
-_WHOLE_PARTS = 256  # the same, where somebody has to: of larger ones in a launch of its own
+_WHOLE_PARTS = 256  # pixels of an image whose parts a norm adds, which else are added before it
 _FEW_TILES = 128  # whose sums every program may add up again
 _VERY_FEW_TILES = 2  # likewise, of a tensor of any size
-_MANY_TILES = 8  # from which on these are as many bytes as the pixels that a program reads
-_HELD = 12  # bytes of registers for each number of a group: it, the result, and where they lie
-_REGISTERS = 2**18  # bytes of them in a multiprocessor
 
 
 def norm(j: Joining, node: Node) -> None:
@@ -53,37 +48,23 @@ def norm(j: Joining, node: Node) -> None:
 
 def _norm_of_sums(j: Joining, node: Node) -> None:
     """In a launch of its own: nobody makes it on the way."""
-    if _better_whole(j, node):
+    tiles = tuple(j.dry[value].shape[1] for value in node.many("partials"))
+    if j.joins("norm_single_cta", _spec(node, tiles)):
         return _norm_single_cta(j, node)
     j.emit("norm_of_sums", node.inputs, {"y": node.out}, node, **node.attrs)
     return None
 
 
-def _better_whole(j: Joining, node: Node) -> bool:
-    """Whether programs that read a group of an image each are better than others that add up its
-    sums again: where these are many, and those keep every multiprocessor busy and are there at
-    once, for two of them fit."""
-    n, h, w, c = node.out.shape
-    groups, sums = node.attrs["groups"], node.many("partials")
-    waves = n * groups / j.gpu.num_sms
-    tiles = max(j.dry[value].shape[1] for value in sums)
-    return (
-        1 <= waves <= 2
-        and tiles >= _MANY_TILES
-        and 2 * next_power_of_2(c // groups) * next_power_of_2(h * w) * _HELD <= _REGISTERS
-        and j.joins("norm_single_cta", _spec(node))
-    )
-
-
-def _spec(node: Node) -> NormSpec:
-    dtype = dtype_name(node.out.dtype)
-    return NormSpec(node.out.shape[0], dtype, *node.out.shape[1:], groups=node.attrs["groups"])
+def _spec(node: Node, tiles: tuple[int, ...] = ()) -> NormSpec:
+    n, *image = node.out.shape
+    groups = node.attrs["groups"]
+    return NormSpec(n, dtype_name(node.out.dtype), *image, groups=groups, tiles=tiles)
 
 
 def _norm_single_cta(j: Joining, node: Node) -> None:
     x1, inputs = node.inputs["x0"], norm_inputs(node, "")
     inputs["x1"], outputs = node.inputs.get("x1"), {"y": node.out}
-    attrs = {key: node.attrs[key] for key in ("groups", "eps", "activation")}
+    attrs = norm_attrs(node)
     if x1 in j.parts:
         conv = j.parts.pop(x1)
         inputs |= {

@@ -142,7 +142,13 @@ class Joining:
         self.emit("sum_parts", self.sum_inputs(conv), dict(conv.outputs), conv)
 
 
+def norm_attrs(norm: Node) -> dict[str, Any]:
+    """Those of a launch that has the norm in it."""
+    return {key: norm.attrs[key] for key in ("groups", "eps", "activation")}
+
+
 def norm_inputs(norm: Node, prefix: str = "norm_") -> dict[str, Value]:
+    """What a launch that has the norm in it reads for it, beside images and sums."""
     return {
         (f"{prefix}{role}" if role in ("weight", "bias") else role): norm.inputs[role]
         for role in NORM

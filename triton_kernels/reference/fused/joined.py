@@ -21,7 +21,7 @@ _FITS = {
     "conv_split": lambda s: s.h * s.w <= 24,
     # few channels; of what is added and upsampled on the way, to few channels
     "norm_conv": lambda s: s.c <= 32 if s.upsampled else s.r == 3 and (s.first or s.k) <= 32,
-    "norm_single_cta": lambda s: s.pixels * (s.c // s.groups) <= 300,
+    "norm_single_cta": lambda s: s.pixels * s.c <= 300 * s.groups and min(s.tiles, default=8) >= 8,
     # of few positions without the norm, of more with it, if the number of images is odd
     "projected_attention": lambda s: s.n % 2 == 1 if s.t > 40 else s.groups is None,
     "conv_upsampled": lambda s: s.w // 2 % 2 == 0,
