@@ -15,7 +15,7 @@ from .dropout import Mask, keeps, mask_arguments
 from .philox import philox_words
 
 _BLOCK = 128  # halves of words of a program
-_CHANNELS = 64  # of a word
+CHANNELS = 64  # of a word
 
 _empty = torch.empty  # tests put a function here that returns -1 everywhere
 
@@ -26,7 +26,7 @@ def mask_words(mask: Mask, shape: tuple[int, ...]) -> Tensor:  # int64 [N, H, W,
     assert c % 4 == 0
     if mask.words is not None:
         return mask.words
-    words = triton.cdiv(c, _CHANNELS)
+    words = triton.cdiv(c, CHANNELS)
     bits = _empty((n, h, w, words), dtype=torch.int64, device=mask.rng.device)
     halves = 2 * h * w * words
     chunks = triton.cdiv(halves, _BLOCK)

@@ -38,9 +38,9 @@ def _packed(f: Fusing, node: Node, roles: str) -> bool:
     outputs = {"y": ((*out.shape[:-1], rows), out.dtype)}
     together = f.insert(first, "linear", inputs, outputs).out
     for role in roles:
-        f.forget(node, role)
+        del node.inputs[role]
+    node.inputs[roles] = together
     f.take(node, *makers)
-    f.give(node, roles, together)
     return True
 
 
@@ -67,14 +67,11 @@ def _norm_of_concat(f: Fusing, node: Node) -> Value | None:
     n, k, two, _ = moments.out.shape
     for i, part in enumerate(parts):
         spec = {"y": ((n, k, two, part.shape[3]), moments.out.dtype)}
-        made = f.insert(moments, "moments", {"x": part}, spec)
-        if i == 0:
-            f.forget(table, "partials0")
-        f.give(table, f"partials{i}", made.out)
+        table.inputs[f"partials{i}"] = f.insert(moments, "moments", {"x": part}, spec).out
     table.attrs["pixels"] *= 2
-    f.forget(node, "x0")
-    for i, part in enumerate(parts):
-        f.give(node, f"x{i}", part)
+    node.inputs |= numbered("x", parts)
+    f.take(table)
+    f.take(node)
     return node.out
 
 
@@ -111,8 +108,8 @@ def _moments_of_upsampled(f: Fusing, node: Node) -> Value | None:
     pixels = list(table.attrs["pixels"])
     pixels[at] = small.shape[1] * small.shape[2]
     table.attrs["pixels"] = tuple(pixels)
-    f.forget(node, "x")
-    f.give(node, "x", small)
+    node.inputs["x"] = small
+    f.take(node)
     return node.out
 
 

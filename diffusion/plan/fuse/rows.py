@@ -7,7 +7,7 @@ changes the graph and names the value that is now computed differently, or chang
 returns None.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..canonical import once
@@ -74,16 +74,13 @@ def _apply(
     rows: tuple[Row, ...],
     mode: str,
     tf32: bool = True,
-    before: list[Node] | None = None,
+    before: Sequence[Node] = (),
     serves: Serves | None = None,
 ) -> None:
     for row in rows:
         if not row.applies(mode) or row.name in _left_out:
             continue
-        f = Fusing(graph, mode, tf32, serves)
-        for node in before or ():
-            for value in node.outputs.values():
-                f.producers.setdefault(value, node)
+        f = Fusing(graph, mode, tf32, serves, before)
         for node in list(graph.nodes):
             if node in f.gone or node.op not in row.root:
                 continue
