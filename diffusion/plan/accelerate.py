@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -121,34 +122,41 @@ class Accelerated(nn.Module):
         leaves, spec = flatten((args, kwargs))
         device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
         numbers = [torch.tensor(x, device=device) if type(x) in (int, float) else x for x in leaves]
-        as_tensors = pytree.tree_unflatten(numbers, spec)
-        has_numbers = any(a is not b for a, b in zip(leaves, numbers, strict=True))
-        for given, fixed in ((numbers, False), (leaves, True)):
-            key = self._key(given, spec)
-            made = self._found(key)
+        as_tensors, key = pytree.tree_unflatten(numbers, spec), self._key(numbers, spec)
+        made = self._found(key)
+        if made is not None:
+            return made, *as_tensors
+        if all(a is b for a, b in zip(leaves, numbers, strict=True)):
+            return self._kept(key, as_tensors), *as_tensors
+        given, fixed = pytree.tree_unflatten(leaves, spec), self._key(leaves, spec)
+        made = self._found(fixed)
+        if made is None:
+            made = self._with_tensors(key, (args, kwargs), as_tensors)
             if made is not None:
-                return made, *pytree.tree_unflatten(given, spec)
-            if not fixed and has_numbers and self._found(self._key(leaves, spec)) is not None:
-                continue
-            try:
-                if has_numbers and not fixed:
-                    if key in self._apart:
-                        continue
-                    if not are_tensors(self.module, (args, kwargs), as_tensors):
-                        self._apart.add(key)
-                        continue
-                made = self._made(*(as_tensors if not fixed else (args, kwargs)))
-            except (PlanError, ValueError, TypeError):
-                if fixed or not has_numbers:
-                    raise
-                continue
-            self._plans[key] = [*self._plans.get(key, [])[1 - _KEPT :], made]
-            return made, *pytree.tree_unflatten(given, spec)
-        raise AssertionError("unreachable")
+                return made, *as_tensors
+            made = self._kept(fixed, (args, kwargs))
+        return made, *given
 
     def _found(self, key: tuple) -> Plan | None:
         """The plan of a call like this, if the module is what it was then."""
         return next((p for p in self._plans.get(key, ()) if p.traced.reads.hold()), None)
+
+    def _with_tensors(self, key: tuple, call: tuple, as_tensors: tuple) -> Plan | None:
+        """The plan of a call with tensors in the place of its numbers, if there is one, and it is
+        that of numbers."""
+        if key in self._apart:
+            return None
+        with suppress(PlanError, ValueError, TypeError):  # which the call itself may not raise
+            if are_tensors(self.module, call, as_tensors):
+                return self._kept(key, as_tensors)
+        self._apart.add(key)
+        return None
+
+    def _kept(self, key: tuple, call: tuple) -> Plan:
+        """A new plan, which the next call finds."""
+        made = self._made(*call)
+        self._plans[key] = [*self._plans.get(key, [])[1 - _KEPT :], made]
+        return made
 
     def _made(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
         gradients = torch.is_grad_enabled()
@@ -292,6 +300,7 @@ class _Planned(torch.autograd.Function):
         with torch.autocast(device.type, enabled=False):
             launch = ctx.launch or launcher(device)
             run_moves(made.schedule.backward, values, _streams(device), launch)
+            _streams(device).join()
         asked = {v for v, dy in zip(graph.outputs, dys, strict=True) if dy is not None}
         starts = [*graph.inputs, *graph.parameters.values()]
         grads = [backward.grads.get(value) for value in starts]

@@ -1,11 +1,13 @@
 """Runs a list: `run` of nodes, `run_moves` of moves, on their streams, which releases each value
-after its last reader."""
+after its last reader. Every plan is run by these."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+
+from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from .calls.table import launch_reference
 from .graph import Node, Value
@@ -28,15 +30,23 @@ def run_moves(
     values: dict[Value, Tensor],
     streams: "Streams",
     launch: Callable[[Node, Mapping], dict],
+    other: Callable[[Move], bool] | None = None,
+    watch: Callable[[Move, dict[Value, Tensor]], None] | None = None,
 ) -> dict[Value, Tensor]:
-    """`run` of a list in which streams are decided; at its end the current one has waited for the
-    others."""
+    """`run` of a list in which streams and the lives of values are decided. The current stream has
+    not waited for the others yet, see `Streams.join`. `other` does what a move is besides launches
+    of nodes one by one, and returns whether it is anything else; `watch` is told of each that has
+    been made, and of the values that are there."""
     for move in moves:
-        with streams.on(move):
-            run(move.all_nodes, values, launch)
+        overlap = nullcontext() if move.pixels is None else dependent_launches(move.pixels)
+        with streams.on(move), overlap:
+            run(move.before, values, launch)
+            if other is None or not other(move):
+                run(move.nodes, values, launch)
+        if watch is not None:
+            watch(move, values)
         for value in move.dying:
             values.pop(value, None)
-    streams.join()
     return values
 
 

@@ -99,16 +99,20 @@ class InferenceUNet:
         device, once a chain."""
         more = parts_of(labels)
         for what, found, option in (
+            ("labels", more.labels, "num_classes"),
             ("vectors", more.vector, "vector_dim"),
             ("contexts", more.context, "context_dim"),
         ):
-            dim = getattr(self.model, option)
-            if (found is None) == (dim > 0):
-                given = "missing" if dim else "given"
-                raise ValueError(f"{what} are {given}; the model has {option}={dim}")
+            wanted = getattr(self.model, option)
+            if (found is None) == bool(wanted):
+                given = "missing" if wanted else "given"
+                raise ValueError(f"{what} are {given}; the model has {option}={wanted}")
         if any(part is not None for part in (more.vector, more.context)) and len(more) != n:
             raise ValueError(f"conditions are of {len(more)} samples; expected {n}")
-        return *self._tabulate(timesteps, more, n), *self._tabulate_context(more)
+        if more.labels is not None:
+            self._check_labels(more.labels, n)
+        table = self._tabulate(timesteps, more.of_embedding().shortest(), n)
+        return *table, *self._tabulate_context(more)
 
     def _tabulate_context(self, given: Conditions) -> tuple[Tensor, ...]:
         """The mask, and keys and values of every block."""
@@ -122,36 +126,20 @@ class InferenceUNet:
             made.append(self.kernels.conv_forward(tokens, weight, bias)[0])
         return attended(given.present), *made
 
-    def _tabulate(self, timesteps: Tensor, more: Conditions, n: int) -> tuple[Tensor, ...]:
-        """What is of the embedding."""
-        classes, labels = self.model.num_classes, more.labels
-        if (labels is None) != (classes is None):
-            given = "missing" if labels is None else "given"
-            raise ValueError(f"labels are {given}; the model has num_classes={classes}")
-        if labels is not None:
-            self._check_labels(labels, n)
-        if more.vector is not None:
-            return self._tabulate_samples(timesteps, more.of_embedding(), n)
-        # a row a class, or if that is less, a row a sample
-        by_class = self.num_labels <= n or labels is None
-        width = self.embedding.projection.bias.shape[0]
-        rows = self.num_labels if by_class else n
-        if labels is not None and 4 * len(timesteps) * rows * width > _TABLE_BYTES:
-            return timesteps, labels.clone()
+    def _tabulate(self, timesteps: Tensor, given: Given, n: int) -> tuple[Tensor, ...]:
+        """What is of the embedding. Of labels alone the table has a row a class, if that is less
+        than a row a sample."""
+        by_class = given is None or isinstance(given, Tensor) and self.num_labels <= n
+        width, rows = self.embedding.projection.bias.shape[0], self.num_labels if by_class else n
+        if given is not None and 4 * len(timesteps) * rows * width > _TABLE_BYTES:
+            return timesteps, *(part.clone() for part in as_tables(given))
         if not by_class:
-            return self._table(timesteps, labels), torch.arange(n, device=labels.device)
+            return self._table(timesteps, given), torch.arange(n, device=timesteps.device)
         if self._kept is None or self._kept[0] is not timesteps:
-            every = None if labels is None else torch.arange(rows, device=labels.device)
+            every = None if given is None else torch.arange(rows, device=timesteps.device)
             self._kept = timesteps, self._table(timesteps, every)
         table = self._kept[1]
-        return (table,) if labels is None else (table, labels.clone())
-
-    def _tabulate_samples(self, timesteps: Tensor, given: Conditions, n: int) -> tuple[Tensor, ...]:
-        """The same where every sample is given something of its own."""
-        width = self.embedding.projection.bias.shape[0]
-        if 4 * len(timesteps) * n * width > _TABLE_BYTES:
-            return timesteps, *(part.clone() for part in as_tables(given))
-        return self._table(timesteps, given), torch.arange(n, device=timesteps.device)
+        return (table,) if given is None else (table, given.clone())
 
     def _check_labels(self, labels: Tensor, n: int) -> None:
         """The kernels take a row of the table by its number, and read whatever is there."""
@@ -219,20 +207,6 @@ class InferenceUNet:
 # --- the plan -------------------------------------------------------------------------------------
 
 
-class _Nhwc(nn.Module):
-    """What is traced."""
-
-    def __init__(self, model: UNet) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, t: Tensor, labels: Tensor | None, *more: Tensor | None) -> Tensor:
-        vector, context, present = more
-        context = None if context is None else context[:, 0]
-        given = Conditions(labels, None, vector, context, present)
-        return self.model.forward_nhwc(x, t, given.shortest())
-
-
 def sampling_plan(
     model: UNet,
     shape: torch.Size,  # N, H, W, CI
@@ -247,22 +221,24 @@ def sampling_plan(
     - every block's projection of the embedding, float32 [N, E],
     - of a network with a context the mask of its tokens, and keys and values of each block,
     - int64 words that are zero, through which programs synchronise: none, if none does."""
-    x, t = (
-        torch.empty(shape, device=device),
-        torch.zeros(shape[0], dtype=torch.int64, device=device),
-    )
+
+    def forward(x: Tensor, t: Tensor, *given: Tensor | None) -> Tensor:
+        labels, vector, context, present = given
+        context = None if context is None else context[:, 0]  # which was an image of one row
+        conditions = Conditions(labels, None, vector, context, present)
+        return model.forward_nhwc(x, t, conditions.shortest())
+
     n, dim, vector, context, present = shape[0], model.context_dim, None, None, None
+    x = torch.empty(shape, device=device)
+    t = torch.zeros(n, dtype=torch.int64, device=device)
     if model.vector_dim:
         vector = torch.empty(n, model.vector_dim + 1, device=device)
-    if dim:  # an image of one row
+    if dim:
         context = torch.empty(n, 1, tokens, dim, device=device)
         present = torch.empty(n, tokens, device=device)
     labels = None if model.num_classes is None else t
-    traced = trace(_Nhwc(model), (x, t, labels, vector, context, present))
+    traced = trace(model, (x, t, labels, vector, context, present), forward=forward)
     graph = traced.graph
-    names = {f"model.{name}": name for name in dict(model.named_parameters())}
-    names |= {f"model.{name}": name for name in dict(model.named_buffers())}
-    graph.parameters = {names[name]: value for name, value in graph.parameters.items()}
     split_norms(graph)
     prepare(graph, "sample")
     fuse(graph, None)

@@ -47,17 +47,6 @@ def _check_length(length: int) -> None:
         raise PlanError(f"chunks of {length} time steps; at most {MAX_LENGTH}")
 
 
-class _FromEmbedding(nn.Module):
-    """What is traced."""
-
-    def __init__(self, model: UNet1d) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor, emb: Tensor, cond: Tensor | None = None) -> Tensor:
-        return self.model.from_embedding(x, emb, cond)
-
-
 def real_time_plan(
     model: UNet1d,
     n: int,
@@ -77,13 +66,12 @@ def real_time_plan(
     sizes = [(n, 1, length, model.input_dim), (n, model.embedding_dim)]
     sizes += [] if model.global_cond_dim is None else [(n, model.global_cond_dim)]
     args = tuple(torch.empty(size, dtype=wide, device=p.device) for size in sizes)
-    module = _FromEmbedding(model)
-    traced = trace(module, args, dtype=wide)
+    traced = trace(model, args, dtype=wide, forward=model.from_embedding)
     graph = traced.graph
     emb = graph.inputs[1]
     stages(
         graph,
-        dict(module.named_parameters()) | dict(module.named_buffers()),
+        dict(model.named_parameters()) | dict(model.named_buffers()),
         kernels,
         gpu,
         dtype=backend.dtype,
@@ -126,11 +114,11 @@ class InferenceUNet1d:
         self.image, self.emb, *self.cond, self.row = made.graph.inputs
         state = dict(model.named_parameters()) | dict(model.named_buffers())
         parameters = {
-            name: state[name.removeprefix("model.")].detach().to(
-                self.emb.dtype, memory_format=torch.contiguous_format, copy=True
-            )
+            name: state[name]
+            .detach()
+            .to(self.emb.dtype, memory_format=torch.contiguous_format, copy=True)
             for name in made.graph.parameters
-        }  # fmt: skip
+        }
         with torch.no_grad():
             shared = self.emb, *self.cond
             self.evaluation = Evaluation(made, parameters, launcher_of(kernels), shared)

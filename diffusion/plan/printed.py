@@ -17,10 +17,11 @@ from triton.runtime.jit import JITFunction
 
 from triton_kernels.registry.chips import Chip, floor
 from triton_kernels.registry.choose import Decision, noted
-from triton_kernels.runtime.device import standing_for
+from triton_kernels.runtime.launch_recorder import noting_launches
 
 from .build import Plan
 from .calls.table import BY_PYTORCH, launch_kernels
+from .execute import Streams, run_moves
 from .graph import FREE, Node, Value
 from .moves import Move
 
@@ -190,17 +191,17 @@ def launched(plan: Plan, gpu: Chip) -> dict[Node, Launched]:
     if plan.backward is not None:
         values |= {seed: _blank(seed) for seed in plan.backward.seeds.values()}
     found = {}
+
+    def launch(node: Node, values: Mapping[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
+        if node.op in BY_PYTORCH:
+            found[node] = Launched(("" if node.op in FREE else "PyTorch",))
+            return {value: _blank(value) for value in node.outputs.values()}
+        made = launch_kernels(node, values)
+        found[node] = notes.taken()
+        return made
+
     with noting(gpu) as notes, torch.no_grad():
-        for move in plan.schedule.moves:
-            for node in move.all_nodes:
-                if node.op in BY_PYTORCH:
-                    values.update({value: _blank(value) for value in node.outputs.values()})
-                    found[node] = Launched(("" if node.op in FREE else "PyTorch",))
-                else:
-                    values.update(launch_kernels(node, values))
-                    found[node] = notes.taken()
-            for value in move.dying:
-                values.pop(value, None)
+        run_moves(plan.schedule.moves, values, Streams(torch.device("cpu"), others=0), launch)
     return found
 
 
@@ -247,14 +248,9 @@ def noting(gpu: Chip) -> Iterator[Notes]:
             (self.__name__.strip("_"), " ".join(f"{k}={v}" for k, v in numbers.items()))
         )
 
-    run = JITFunction.run
-    with standing_for(gpu.gpu), noted() as decisions:
+    with noting_launches(gpu.gpu, note), noted() as decisions:
         notes = Notes(gpu, decisions)
-        JITFunction.run = note
-        try:
-            yield notes
-        finally:
-            JITFunction.run = run
+        yield notes
 
 
 # --- as text and as a picture ---------------------------------------------------------------------

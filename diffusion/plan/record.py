@@ -21,6 +21,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -86,10 +87,13 @@ class Recording:
     result: Any = None
 
 
-def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
-    """What module(*args, **kwargs) calls. Tensors of the recording are on the `meta` device; under
-    autocast, also of the module's own, they say that they are on that of the arguments, on which
-    its casts depend. What the module keeps of the call in its attributes is forgotten.
+def record(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], forward: Callable | None = None
+) -> Recording:
+    """What module(*args, **kwargs) calls, or a function of the module in its place. Tensors of the
+    recording are on the `meta` device; under autocast, also of the module's own, they say that they
+    are on that of the arguments, on which its casts depend. What the module keeps of the call in
+    its attributes is forgotten.
 
     PlanError: the forward pass writes to a parameter or an argument, depends on numbers
     that are not known before, asks which tensors have gradients, or has gradients of its own: of
@@ -100,12 +104,14 @@ def record(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Recording:
     # a module that is compiled may be planned in its first call
     run = torch._disable_dynamo(_record) if "torch._dynamo" in sys.modules else _record
     try:
-        return run(module, args, kwargs, by_device=_casts())
+        return run(module, args, kwargs, forward or module, by_device=_casts())
     except _ByDevice:
-        return run(module, args, kwargs, by_device=True)
+        return run(module, args, kwargs, forward or module, by_device=True)
 
 
-def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: bool) -> Recording:
+def _record(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], forward: Callable, by_device: bool
+) -> Recording:
     leaves, spec = flatten((args, kwargs))
     differentiable = torch.is_grad_enabled()
     _refuse_hooks(module)
@@ -133,9 +139,8 @@ def _record(module: nn.Module, args: tuple, kwargs: dict[str, Any], by_device: b
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             states = {place: states[name] for place, name in places.items()}
             before = dict(states)
-            with _Functions(notes):
-                call = torch.func.functional_call
-                result = call(module, states, args, kwargs, tie_weights=False)
+            with stateless._reparametrize_module(module, states), _Functions(notes):
+                result = forward(*args, **kwargs)
             for place, x in before.items():  # in which the call leaves what is there behind it
                 if states[place] is not x:
                     raise PlanError(f"the module sets {place} in its forward")

@@ -61,6 +61,7 @@ def trace(
     args: tuple = (),
     kwargs: dict[str, Any] | None = None,
     dtype: torch.dtype | None = None,  # of the framework's layers; None: their backends'
+    forward: Callable | None = None,  # a function of the module that is called in its place
 ) -> Traced:
     """The graph of module(*args, **kwargs) for arguments of these shapes and dtypes. PlanError:
     something in it has no place in a plan, or it does not let itself be traced."""
@@ -68,7 +69,7 @@ def trace(
         if isinstance(x, Tensor) and x.numel() == 0:
             raise PlanError(f"its argument {i} is {list(x.shape)}: no plan is for empty tensors")
     with plain_layers(module, dtype), reads_of(module) as names:
-        recording = record(module, args, kwargs or {})
+        recording = record(module, args, kwargs or {}, forward)
     traced = _Tracer(recording).run(Reads(names))
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     traced.graph.trainable &= trained

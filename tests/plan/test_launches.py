@@ -25,7 +25,7 @@ for batch in (1, 16):
     found[batch] = {
         "ops": made.graph.count(),
         "launches": sum(len(names) for n in nodes for names in [kernels[n].kernels]),
-        "blocks": [[n.op, n.source.split(" of model.")[-1], *kernels[n].kernels] for n in nodes],
+        "blocks": [[n.op, n.source.split(" of ")[-1], *kernels[n].kernels] for n in nodes],
         "flops": sum(map(flops_of, nodes)) / batch / network.flops_per_image,
     }
 print(json.dumps(found))

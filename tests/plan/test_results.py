@@ -9,7 +9,7 @@ from torch import Tensor
 from diffusion.factory import build_model
 from diffusion.plan import record as recording
 from diffusion.plan.results import known_result
-from diffusion.plan.step.plan import _Body
+from diffusion.plan.step.plan import body
 from diffusion.plan.trace import trace
 from diffusion.presets import preset
 from diffusion.runtime.backend import TORCH_FP32
@@ -135,6 +135,6 @@ def test_all_calls_of_a_network(name, monkeypatch):
     network = build_model(settings, TORCH_FP32, (16, 16), 3, False, META).to(META)
     x = torch.empty(2, 16, 16, 3, device=META)
     emb = torch.empty(2, 4 * network.model_channels, device=META)
-    trace(_Body(network.train()), (x, emb, RNG))
+    trace(network.train(), (x, emb, RNG), forward=body(network))
     views = {"view", "permute", "transpose", "unsqueeze", "expand", "split", "unbind", "slice"}
     assert {target._opname for target in left} <= views | {"_to_copy", "select", "squeeze"}

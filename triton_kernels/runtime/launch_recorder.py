@@ -15,7 +15,7 @@ where the process that launches them finds them.
 Results of PyTorch's own ops on such unwritten tensors are meaningless.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -52,11 +52,18 @@ def rehearsal(gpu: Device) -> Iterator[list[Launch]]:
             seen.add(what)
             launches.append(Launch(self, args, options))
 
+    with noting_launches(gpu, note):
+        yield launches
+
+
+@contextmanager
+def noting_launches(gpu: Device, note: Callable[..., None]) -> Iterator[None]:
+    """Within the block `note` is called in the place of every launch, as `JITFunction.run` is."""
     run = JITFunction.run
     JITFunction.run = note
     try:
         with standing_for(gpu):
-            yield launches
+            yield
     finally:
         JITFunction.run = run
 

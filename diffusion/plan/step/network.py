@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from triton_kernels import fused_ops as fused
 from triton_kernels.fused_float32 import in_float32
 from triton_kernels.fused_tf32 import in_tf32
-from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from ...models.blocks import ResBlock
 from ...models.conditions import Conditions, Given, parts_of
@@ -21,7 +20,7 @@ from ...models.unet1d import UNet1d
 from ...runtime.backend import Backend
 from ..calls.table import Launcher
 from ..embedding import EmbeddingLayers, Step
-from ..execute import Streams
+from ..execute import Streams, run_moves
 from ..graph import Value
 from ..moves import Move
 from ..places import EMB
@@ -197,28 +196,18 @@ class _Call:
         self._join(dy)
 
     def _run(self, moves: Sequence[Move]) -> None:
-        self.network.launcher.first = self.step.first
-        for move in moves:
-            with self.network.streams.on(move), dependent_launches(move.pixels):
-                self._do(move)
-            if self.network.watch is not None:
-                self.network.watch(move, self.values)
-            for value in move.dying:
-                self.values.pop(value, None)
+        network = self.network
+        network.launcher.first = self.step.first
+        run_moves(moves, self.values, network.streams, network.launcher, self._other, network.watch)
 
-    def _do(self, move: Move) -> None:
+    def _other(self, move: Move) -> bool:
+        """Do what a move is besides launches of nodes one by one; whether it is anything else."""
         network, step, values = self.network, self.step, self.values
-        launcher = network.launcher
-        for node in move.before:
-            values.update(launcher(node, values))
         match move.what:
-            case "launch":
-                for node in move.nodes:
-                    values.update(launcher(node, values))
             case "weights":
-                launcher.weights(list(move.nodes), values, move.share)
+                network.launcher.weights(list(move.nodes), values, move.share)
             case "weight":
-                launcher.weight(*move.nodes, values)
+                network.launcher.weight(*move.nodes, values)
             case "take":
                 rows = step.emb
                 values |= {v: rows[:, part] for v, part in self.made.emb.items()}
@@ -231,6 +220,9 @@ class _Call:
                 step.done()
             case "finish":
                 network.embedding.backward(step)
+            case _:
+                return False
+        return True
 
     def _join(self, dy: Tensor) -> None:
         """Let the current stream wait for the others when autograd has done all that is left."""

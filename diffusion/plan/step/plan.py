@@ -6,16 +6,17 @@ gradients in their places: those of parameters in the flat buffer, those of proj
 side.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from triton_kernels.conv.upsampled import upsampled_spec
 from triton_kernels.runtime.device import describe
 
+from ...models.unet import UNet
 from ..differentiate import differentiate
 from ..embedding import projection_columns, projections
 from ..fuse.rows import fuse, prepare
@@ -49,22 +50,20 @@ class StepPlan:
     schedule: Schedule
 
 
-class _Body(nn.Module):
-    """What is traced."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
+def body(model: UNet) -> Callable[..., Tensor]:
+    """What is traced of it."""
 
     def forward(
-        self, x: Tensor, emb: Tensor, rng: Tensor, context: Tensor | None = None, *present: Tensor
+        x: Tensor, emb: Tensor, rng: Tensor, context: Tensor | None = None, *present: Tensor
     ) -> Tensor:
         tokens = () if context is None else (context[:, 0], *present)
-        return self.model.forward_embedded(x, emb, *tokens, rng=rng)
+        return model.forward_embedded(x, emb, *tokens, rng=rng)
+
+    return forward
 
 
 def step_plan(
-    model: nn.Module,
+    model: UNet,
     x: Tensor,  # [N, H, W, CI], for its shape, dtype and device
     emb_channels: int,
     kernels: ModuleType,
@@ -80,9 +79,7 @@ def step_plan(
     rng = torch.zeros(2, dtype=torch.int64, device=x.device)
     arguments = torch.empty_like(x), torch.empty(len(x), emb_channels, **example), rng
     arguments += tuple(torch.empty_like(part) for part in context)
-    graph = trace(_Body(model), arguments).graph
-    graph.parameters = {n.removeprefix("model."): v for n, v in graph.parameters.items()}
-    trainable = {name.removeprefix("model.") for name in graph.trainable}
+    graph = trace(model, arguments, forward=body(model)).graph
     split_norms(graph)
     prepare(graph, "step")
     image, _, draws, *tokens = graph.inputs
@@ -90,7 +87,7 @@ def step_plan(
     graph.inputs = [image, draws, *tokens, *parts]
     graph.prune()
 
-    wanted = {name: v for name, v in graph.parameters.items() if name in trainable}
+    wanted = {name: v for name, v in graph.parameters.items() if name in graph.trainable}
     backward = differentiate(graph, [*wanted.values(), *parts])
     (seed,) = backward.seeds.values()
 
