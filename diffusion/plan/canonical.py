@@ -70,11 +70,6 @@ def casts_together(graph: Graph) -> int:
     return before - len(graph.nodes)
 
 
-def _only_reader(graph: Graph, consumers: dict, value: Value) -> Node | None:
-    readers = consumers.get(value, [])
-    return readers[0] if len(readers) == 1 else None
-
-
 def _casts(graph: Graph) -> None:
     """A cast there and back, where nothing was lost, is none."""
     producers, same = graph.producers(), {}
@@ -123,15 +118,15 @@ def _absorb_casts_before(graph: Graph, norm: Node) -> None:
 
 def _absorb_reader(graph: Graph, norm: Node) -> bool:
     """Take the one node that reads the norm into it, if it is of its formula."""
-    reader = _only_reader(graph, graph.consumers(), norm.out)
-    if reader is None:
+    reader, *others = graph.consumers().get(norm.out, [None])
+    if reader is None or others:
         return False
     plain = norm.attrs["activation"] == "identity"
     if reader.op == "act" and plain:
         norm.attrs["activation"] = reader.attrs["activation"]
     elif reader.op == "cast" and norm.inputs["x"].dtype == reader.out.dtype:
         pass
-    elif reader.op in ("mul", "add") and plain and _is_film(graph, norm, reader):
+    elif reader.op in ("mul", "add") and plain and _is_film(norm, reader):
         other = reader.inputs["b"]
         n, c = norm.out.shape[0], norm.out.shape[-1]
         flat = _flat(graph, other, (n, c), reader)
@@ -147,7 +142,7 @@ def _absorb_reader(graph: Graph, norm: Node) -> bool:
     return True
 
 
-def _is_film(graph: Graph, norm: Node, reader: Node) -> bool:
+def _is_film(norm: Node, reader: Node) -> bool:
     if reader.inputs["a"] is not norm.out or reader.inputs["b"] is norm.out:
         return False
     if "shift" in norm.inputs or (reader.op == "mul" and "scale" in norm.inputs):
@@ -165,19 +160,14 @@ def _flat(graph: Graph, value: Value, shape: tuple[int, int], reader: Node) -> V
 
 def _less_one(graph: Graph, gain: Value, reader: Node) -> Value:
     """scale of gain = 1 + scale, found or computed."""
-    before = graph.producers().get(gain)
-    through = before
-    while through is not None and through.op in ("reshape", "affine", "cast"):
-        if through.op == "affine":
-            if through.attrs == {"scale": 1, "offset": 1}:
-                return _flat_of(graph, through.inputs["x"], gain.shape, reader)
-            break
-        through = graph.producers().get(through.inputs["x"])
+    producers = graph.producers()
+    node = producers.get(gain)
+    while node is not None and node.op in ("reshape", "cast"):
+        node = producers.get(node.inputs["x"])
+    if node is not None and node.op == "affine" and node.attrs == {"scale": 1, "offset": 1}:
+        scale = node.inputs["x"]
+        return scale if scale.shape == gain.shape else _flat(graph, scale, gain.shape, reader)
     return _insert(graph, reader, "affine", gain, gain.shape, scale=1, offset=-1)
-
-
-def _flat_of(graph: Graph, value: Value, shape, reader: Node) -> Value:
-    return value if value.shape == tuple(shape) else _flat(graph, value, tuple(shape), reader)
 
 
 def _insert(graph: Graph, before: Node, op: str, x: Value, shape, **attrs) -> Value:

@@ -2,7 +2,7 @@
 recorded. They compute the same; one that does not support a call returns NotImplemented."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +14,19 @@ from torch._functorch.autograd_function import custom_function_call
 INSTEAD: dict[Callable, Callable] = {}
 
 
-def instead_of(*functions: Callable) -> Callable[[Callable], Callable]:
+def instead_of(*functions: Callable, named: bool = False) -> Callable[[Callable], Callable]:
+    """Decorator of what replaces these. It takes their arguments, or, if they are `named`, one
+    object that has each as an attribute, by the signature of the first."""
+
     def register(ours: Callable) -> Callable:
-        ours.__name__ = functions[0].__name__  # what a refusal calls it
-        INSTEAD.update(dict.fromkeys(functions, ours))
+        def with_names(*args: Any, **kwargs: Any) -> Any:
+            bound = inspect.signature(functions[0]).bind(*args, **kwargs)
+            bound.apply_defaults()
+            return ours(SimpleNamespace(**bound.arguments))
+
+        call = with_names if named else ours
+        call.__name__ = functions[0].__name__  # what a refusal calls it
+        INSTEAD.update(dict.fromkeys(functions, call))
         return ours
 
     return register
@@ -31,49 +40,31 @@ def _custom_function_call(function: type, *args) -> SimpleNamespace:
     return nothing if function.__name__ == "_NoopSaveInputs" else NotImplemented
 
 
-@instead_of(F.batch_norm)
-def _batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if training or running_mean is None or running_var is None:
-        return _batch_norm_of_the_batch(
-            input, running_mean, running_var, weight, bias, momentum, eps
-        )
-    shape = (1, -1, *(1,) * (input.ndim - 2))
-    gain = torch.rsqrt(running_var + eps)
-    gain = gain if weight is None else gain * weight
-    shift = -running_mean * gain
-    shift = shift if bias is None else shift + bias
-    return input * gain.view(shape).to(input.dtype) + shift.view(shape).to(input.dtype)
+@instead_of(F.batch_norm, named=True)
+def _batch_norm(a: SimpleNamespace) -> Tensor:
+    if a.training or a.running_mean is None or a.running_var is None:
+        return _batch_norm_of_the_batch(a)
+    x, shape = a.input, (1, -1, *(1,) * (a.input.ndim - 2))
+    gain = torch.rsqrt(a.running_var + a.eps)
+    gain = gain if a.weight is None else gain * a.weight
+    shift = -a.running_mean * gain
+    shift = shift if a.bias is None else shift + a.bias
+    return x * gain.view(shape).to(x.dtype) + shift.view(shape).to(x.dtype)
 
 
-def _batch_norm_of_the_batch(
-    x: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> Tensor:
+def _batch_norm_of_the_batch(a: SimpleNamespace) -> Tensor:
     """By the statistics of x [N, C, ...], of which averages are kept."""
+    x = a.input
     F._verify_batch_size(x.shape)
-    y = torch._native_batch_norm_legit(x, weight, bias, True, momentum, eps)[0]
+    y = torch._native_batch_norm_legit(x, a.weight, a.bias, True, a.momentum, a.eps)[0]
     over = [i for i in range(x.ndim) if i != 1]
     with torch.no_grad():
         for running, new in (
-            (running_mean, lambda z: z.mean(over)),
-            (running_var, lambda z: z.var(over)),
+            (a.running_mean, lambda z: z.mean(over)),
+            (a.running_var, lambda z: z.var(over)),
         ):
             if running is not None:
-                running.lerp_(new(x.to(running.dtype)), momentum)
+                running.lerp_(new(x.to(running.dtype)), a.momentum)
     return y
 
 
@@ -96,94 +87,64 @@ for _name in _SECOND_NAMES:
     instead_of(*filter(None, _both))(_written(_name))
 
 
-@instead_of(F.dropout)
-def _dropout_in_place(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
-    if not (inplace and training and p):
+@instead_of(F.dropout, named=True)
+def _dropout_in_place(a: SimpleNamespace) -> Tensor:
+    if not (a.inplace and a.training and a.p):
         return NotImplemented
-    return input.copy_(F.dropout(input, p))
+    return a.input.copy_(F.dropout(a.input, a.p))
 
 
-@instead_of(F.rrelu)
-def _rrelu(
-    input: Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    inplace: bool = False,
-) -> Tensor:
+@instead_of(F.rrelu, named=True)
+def _rrelu(a: SimpleNamespace) -> Tensor:
     """In evaluation."""
-    return NotImplemented if training else F.leaky_relu(input, (lower + upper) / 2, inplace)
+    slope = (a.lower + a.upper) / 2
+    return NotImplemented if a.training else F.leaky_relu(a.input, slope, a.inplace)
 
 
-@instead_of(F.dropout1d, F.dropout2d, F.dropout3d)
-def _dropout_of_channels(
-    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-) -> Tensor:
+@instead_of(F.dropout1d, F.dropout2d, F.dropout3d, named=True)
+def _dropout_of_channels(a: SimpleNamespace) -> Tensor:
     """Of whole channels [N, C, ...]: one draw for each."""
-    if input.ndim < 3 or inplace:
+    x = a.input
+    if x.ndim < 3 or a.inplace:
         return NotImplemented
-    kept = torch.ones_like(input[:, :, *(slice(1),) * (input.ndim - 2)])
-    return input * F.dropout(kept, p, training)
+    kept = torch.ones_like(x[:, :, *(slice(1),) * (x.ndim - 2)])
+    return x * F.dropout(kept, a.p, a.training)
 
 
 _OF_IMAGES = {"nearest": "nearest", "nearest-exact": "nearest-exact", "linear": "bilinear"}
 
 
-@instead_of(F.interpolate)
-def _interpolate(
-    input: Tensor,
-    size: int | Sequence[int] | None = None,
-    scale_factor: float | Sequence[float] | None = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> Tensor:
+@instead_of(F.interpolate, named=True)
+def _interpolate(a: SimpleNamespace) -> Tensor:
     """Rows [N, C, L] are images of one line, but for scales that are no whole numbers: PyTorch's
     kernels round those of rows and of images differently."""
-    if input.ndim != 3 or mode not in _OF_IMAGES or antialias:
+    if a.input.ndim != 3 or a.mode not in _OF_IMAGES or a.antialias:
         return NotImplemented
     row = [None, None]
-    for i, given in enumerate((size, scale_factor)):
+    for i, given in enumerate((a.size, a.scale_factor)):
         if given is not None:
             row[i] = (1, given) if isinstance(given, int | float) else (1, *given)
-    if scale_factor is not None and any(scale % 1 for scale in row[1]):
+    if a.scale_factor is not None and any(scale % 1 for scale in row[1]):
         return NotImplemented
-    options = align_corners, recompute_scale_factor
-    return F.interpolate(input[:, :, None], *row, _OF_IMAGES[mode], *options)[:, :, 0]
+    options = a.align_corners, a.recompute_scale_factor
+    return F.interpolate(a.input[:, :, None], *row, _OF_IMAGES[a.mode], *options)[:, :, 0]
 
 
-@instead_of(F.instance_norm)
-def _instance_norm(
-    input: Tensor,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    use_input_stats: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
+@instead_of(F.instance_norm, named=True)
+def _instance_norm(a: SimpleNamespace) -> Tensor:
     """A group norm of one channel a group."""
-    if running_mean is not None or running_var is not None or input.ndim < 3:
+    if a.running_mean is not None or a.running_var is not None or a.input.ndim < 3:
         return NotImplemented
-    return F.group_norm(input, input.shape[1], weight, bias, eps)
+    return F.group_norm(a.input, a.input.shape[1], a.weight, a.bias, a.eps)
 
 
-@instead_of(F.rms_norm, torch.rms_norm)
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Tensor:
-    dims = list(range(input.ndim - len(normalized_shape), input.ndim))
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    x = input.float() if input.dtype.itemsize < 4 else input
-    y = (x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)).to(input.dtype)
-    return y if weight is None else y * weight
+@instead_of(F.rms_norm, torch.rms_norm, named=True)
+def _rms_norm(a: SimpleNamespace) -> Tensor:
+    dims = list(range(a.input.ndim - len(a.normalized_shape), a.input.ndim))
+    eps = torch.finfo(a.input.dtype).eps if a.eps is None else a.eps
+    x = a.input.float() if a.input.dtype.itemsize < 4 else a.input
+    y = (x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)).to(a.input.dtype)
+    return y if a.weight is None else y * a.weight
 
 
 @instead_of(torch._weight_norm)
@@ -212,19 +173,17 @@ def _pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
     return x.reshape(*n, c * r**2, h // r, w // r)
 
 
-@instead_of(F.pad)
-def _circular_pad(
-    input: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
-) -> Tensor:
-    if mode != "circular" or min(pad) < 0:
+@instead_of(F.pad, named=True)
+def _circular_pad(a: SimpleNamespace) -> Tensor:
+    x = a.input
+    if a.mode != "circular" or min(a.pad) < 0:
         return NotImplemented
-    for i in range(len(pad) // 2):
-        before, behind = pad[2 * i : 2 * i + 2]
-        axis = input.ndim - 1 - i
-        n = input.shape[axis]
-        parts = input.narrow(axis, n - before, before), input, input.narrow(axis, 0, behind)
-        input = torch.cat([part for part in parts if part.shape[axis]], axis)
-    return input
+    for i in range(len(a.pad) // 2):
+        before, behind = a.pad[2 * i : 2 * i + 2]
+        axis = x.ndim - 1 - i
+        parts = x.narrow(axis, x.shape[axis] - before, before), x, x.narrow(axis, 0, behind)
+        x = torch.cat([part for part in parts if part.shape[axis]], axis)
+    return x
 
 
 @instead_of(F.cosine_similarity, torch.cosine_similarity)
@@ -240,15 +199,9 @@ def _channel_shuffle(input: Tensor, groups: int) -> Tensor:
     return input.reshape(n, groups, c // groups, *image).transpose(1, 2).reshape(input.shape)
 
 
-_MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
-
-
-@instead_of(F.multi_head_attention_forward)
-def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+@instead_of(F.multi_head_attention_forward, named=True)
+def _multi_head_attention(a: SimpleNamespace) -> tuple[Tensor, None]:
     """Of sequences [T, N, C], without the weights as a second result."""
-    bound = _MULTI_HEAD.bind(*args, **kwargs)
-    bound.apply_defaults()
-    a = SimpleNamespace(**bound.arguments)
     masks = [m for m in (a.attn_mask, a.key_padding_mask) if m is not None]
     kinds = {m.dtype == torch.bool for m in masks}
     more = a.bias_k, a.bias_v, a.static_k, a.static_v

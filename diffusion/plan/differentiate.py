@@ -88,27 +88,30 @@ class _Differentiation:
                 raise PlanError(f"{node.op} ({node.source}) has no gradient")
             graph.source = node.source
             GRADIENTS[node.op](self, node, dy)
-        for value in self.wanted:
-            grad = self.collected(value)
-            if grad is not None:
-                backward.grads[value] = grad
+        grads = {value: self.collected(value) for value in self.wanted}
+        backward.grads = {value: grad for value, grad in grads.items() if grad is not None}
         graph.source = ""
         return backward
 
     def make(self, op: str, inputs: dict, like: Value, shape=None, dtype=None, **attrs) -> Value:
-        """A node of the backward pass, whose result is like this value."""
-        return self.graph.make(
-            op,
-            inputs,
-            like.shape if shape is None else shape,
-            like.dtype if dtype is None else dtype,
-            **attrs,
-        )
+        """A node of the backward pass, whose result is like this value but for shape and dtype."""
+        shape = like.shape if shape is None else shape
+        return self.graph.make(op, inputs, shape, dtype or like.dtype, **attrs)
 
     def send(self, value: Value | None, grad: Callable[[], Value | _Part]) -> None:
         """Add to a value's gradient, if anybody wants it."""
         if value in self.needed:
             self.sent.setdefault(value, []).append(grad())
+
+    def send_each(self, op: str, inputs: dict, values: dict[str, Value], **attrs) -> None:
+        """Add to the gradients of these values what one node makes of them, each under its role, if
+        anybody wants one."""
+        if self.needed.isdisjoint(values.values()):
+            return
+        outputs = {role: (value.shape, value.dtype) for role, value in values.items()}
+        node = self.graph.node(op, inputs, outputs, **attrs)
+        for value, grad in zip(values.values(), node.outputs.values(), strict=True):
+            self.send(value, lambda grad=grad: grad)
 
     def collected(self, value: Value) -> Value | None:
         """All that was sent to a value, as one."""
@@ -119,11 +122,12 @@ class _Differentiation:
         whole = [s for s in sent if not isinstance(s, _Part)]
         if value in self.producers:
             self.graph.source = self.producers[value].source
-        if parts:
-            whole.append(self._joined(value, parts))
-        total = whole[0]
-        for more in whole[1:]:
-            total = self.make("add", {"a": total, "b": more}, value)
+        return self._total(value, [*whole, *([self._joined(value, parts)] if parts else ())])
+
+    def _total(self, value: Value, grads: list[Value]) -> Value:
+        total, *rest = grads
+        for grad in rest:
+            total = self.make("add", {"a": total, "b": grad}, value)
         return total
 
     def _joined(self, value: Value, parts: list[_Part]) -> Value:
@@ -134,13 +138,13 @@ class _Differentiation:
         if tile and ends[-1] == value.shape[axis]:
             inputs = numbered("x", [p.grad for p in parts])
             return self.make("cat", inputs, value, axis=axis)
-        total = None
-        for p in parts:
-            pads = [(0, 0)] * len(value.shape)
-            pads[p.axis] = (p.start, value.shape[p.axis] - p.stop)
-            grad = self.make("pad", {"x": p.grad}, value, pads=tuple(pads))
-            total = grad if total is None else self.make("add", {"a": total, "b": grad}, value)
-        return total
+        return self._total(value, [self._padded(value, p) for p in parts])
+
+    def _padded(self, value: Value, part: _Part) -> Value:
+        """The gradient of a slice, with zeros for the rest."""
+        pads = [(0, 0)] * len(value.shape)
+        pads[part.axis] = (part.start, value.shape[part.axis] - part.stop)
+        return self.make("pad", {"x": part.grad}, value, pads=tuple(pads))
 
     def summed(self, dy: Value, shape: tuple[int, ...], dtype) -> Value:
         """dy added up over the axes along which `shape` has length 1."""
@@ -224,24 +228,8 @@ def _norm(d, node, dy):
     )
     for role, value in film.items():
         d.send(value, lambda role=role: second.outputs[role])
-    if any(x in d.needed for x in xs):
-        last = d.graph.node(
-            "norm_dx",
-            {"dz": dz, **several, "coeff": second.outputs["coeff"]},
-            {f"dx{i}": (x.shape, x.dtype) for i, x in enumerate(xs, 1)},
-        )
-        for x, dx in zip(xs, last.outputs.values(), strict=True):
-            d.send(x, lambda dx=dx: dx)
-
-
-@gradient("norm_table", "moments")
-def _part_of_norm(d, node, dy):
-    raise PlanError(f"{node.op} ({node.source}) is read by something that is no norm")
-
-
-@gradient("casts")
-def _casts(d, node, dy):
-    raise PlanError("casts are put together behind backward")
+    inputs = {"dz": dz, **several, "coeff": second.outputs["coeff"]}
+    d.send_each("norm_dx", inputs, {f"dx{i}": x for i, x in enumerate(xs, 1)})
 
 
 @gradient("attention")
@@ -253,14 +241,8 @@ def _attention(d, node, dy):
     positions = math.prod(first.shape[1:-1])
     state = d.graph.value("attention.state", (first.shape[0], heads, positions), first.exact)
     node.outputs["state"] = state
-    grads = d.graph.node(
-        "attention_grad",
-        {"dy": dy, "o": node.out, "state": state, **node.inputs},
-        {role: (value.shape, value.dtype) for role, value in parts.items()},
-        **node.attrs,
-    )
-    for role, value in parts.items():
-        d.send(value, lambda role=role: grads.outputs[role])
+    inputs = {"dy": dy, "o": node.out, "state": state, **node.inputs}
+    d.send_each("attention_grad", inputs, parts, **node.attrs)
 
 
 # --- between layers -------------------------------------------------------------------------------
@@ -354,25 +336,6 @@ def _detach(d, node, dy):
     """None, if the value is itself a result."""
 
 
-@gradient("columns")
-def _columns(d, node, dy):
-    x, start = node.inputs["x"], node.attrs["start"]
-    pads = [(0, 0)] * (len(x.shape) - 1) + [(start, x.shape[-1] - node.attrs["stop"])]
-    d.send(x, lambda: d.make("pad", {"x": dy}, x, pads=tuple(pads)))
-
-
-@gradient("pad_channels")
-def _pad_channels(d, node, dy):
-    x = node.inputs["x"]
-    axis, stop = len(x.shape) - 1, x.shape[-1]
-
-    def grad() -> Value:
-        part = d.make("slice", {"x": dy}, x, dtype=dy.dtype, axis=axis, start=0, stop=stop)
-        return part if part.dtype == x.dtype else d.make("cast", {"x": part}, x)
-
-    d.send(x, grad)
-
-
 @gradient("layout")
 def _layout(d, node, dy):
     x, pieces = node.inputs["x"], node.attrs["pieces"]
@@ -399,23 +362,13 @@ def _embedding(d, node, dy):
 
 @gradient("arith")
 def _arith(d, node, dy):
-    xs = node.many("x")
-    of = [i for i, x in enumerate(xs) if x in d.needed]
-    if of:
-        outputs = {f"d{i}": (xs[i].shape, xs[i].dtype) for i in of}
-        inputs = {**node.inputs, "dy": dy}
-        grads = d.graph.node("arith_grad", inputs, outputs, of=of, **node.attrs)
-        for i in of:
-            d.send(xs[i], lambda i=i: grads.outputs[f"d{i}"])
+    of = {i: x for i, x in enumerate(node.many("x")) if x in d.needed}
+    values = {f"d{i}": x for i, x in of.items()}
+    d.send_each("arith_grad", {**node.inputs, "dy": dy}, values, of=list(of), **node.attrs)
 
 
 @gradient("layer_norm")
 def _layer_norm(d, node, dy):
     given = {r: v for r, v in node.inputs.items() if v in d.needed}
-    if given:
-        stats = {role: node.outputs[role] for role in ("mean", "rstd")}
-        outputs = {role: (value.shape, value.dtype) for role, value in given.items()}
-        inputs = {**node.inputs, **stats, "dy": dy}
-        grads = d.graph.node("layer_norm_grad", inputs, outputs, **node.attrs)
-        for role, value in given.items():
-            d.send(value, lambda role=role: grads.outputs[role])
+    stats = {role: node.outputs[role] for role in ("mean", "rstd")}
+    d.send_each("layer_norm_grad", {**node.inputs, **stats, "dy": dy}, given, **node.attrs)

@@ -36,12 +36,9 @@ FORWARD = {
     "pad": "zeros before and behind, along each axis",
     "dropout": "x / (1 - p) where a draw says so, else 0; by `rng` and `layer`, or PyTorch's state",
     "cast": "x in another dtype",
-    "casts": "x0, x1, ... in another dtype, as y0, y1, ...: parameters, once in a call",
     "embedding": "rows of weight, by index; row `unchanged`, if not -1, has no gradient",
     "reshape": "the same memory under another shape",
     "detach": "x, to which no gradient is sent",
-    "columns": "channels start to stop, where they lie: rows are further apart",
-    "pad_channels": "zeros behind the channels, up to `width`, in another dtype",
     "layout": "a copy in another order: `pieces` are (size, stride) in x, from `offset` on",
     "arith": "a function that PyTorch has the kernel of, as of timesteps and labels: `target`",
 }
@@ -71,6 +68,9 @@ BACKWARD = {
 }
 # what fusing makes of these: see `fuse`
 FUSED = {
+    "casts": "x0, x1, ... in another dtype, as y0, y1, ...: parameters, once in a call",
+    "columns": "channels start to stop, where they lie: rows are further apart",
+    "pad_channels": "zeros behind the channels, up to `width`, in another dtype",
     "conv_fused": "conv or linear + emb [N, C] + residual + extra columns^T; and partials of it",
     "norm": "norm_table and norm_apply, and dropout if there is an rng; the table, and words of it",
     "conv_input_grad": "conv_dx times act'(z), and its partials",

@@ -7,7 +7,7 @@ module cancel.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .graph import Graph, Value
@@ -116,6 +116,18 @@ def whole(value: Value, shape: Sequence[int] | None = None) -> View:
     return View(value, tuple(((n, step),) if n != 1 else () for n, step in pairs))
 
 
+def parts_of_an_axis(value: Value, pieces: Dim) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Of which axes of a value these pieces can be a part, beside all of the others; and the shape
+    of that part."""
+    shape, count = value.shape, math.prod(n for n, _ in pieces)
+    for axis in range(len(shape)):
+        rest = math.prod(shape[:axis] + shape[axis + 1 :])
+        if rest and count % rest == 0:
+            part = (*shape[:axis], count // rest, *shape[axis + 1 :])
+            if merged(tuple(zip(part, strides(shape), strict=True))) == pieces:
+                yield axis, part
+
+
 def refined(a: Dim, b: Dim) -> list[tuple[int, int, int]] | None:
     """(size, step in a, step in b) of two dimensions of one length, cut alike; b may have length 1.
     None if no cut suits both."""
@@ -155,27 +167,14 @@ class Views:
     def _gather(self, value, pieces, offset, shape) -> Value:
         if merged(whole(value).pieces) == pieces and offset == 0:
             return self._reshaped(value, shape)
-        steps = strides(value.shape)
-        for axis, step in enumerate(steps):  # is it a part of one axis?
-            before, inner = math.prod(value.shape[:axis]), step
-            taken = math.prod(shape) // max(1, before * inner)
-            start = offset // step if step else 0
-            part = (*value.shape[:axis], taken, *value.shape[axis + 1 :])
-            dims = merged(tuple(zip(part, steps, strict=True)))
-            if dims == pieces and start * step == offset and math.prod(part) == math.prod(shape):
-                y = self.graph.make(
-                    "slice",
-                    {"x": value},
-                    part,
-                    value.dtype,
-                    axis=axis,
-                    start=start,
-                    stop=start + taken,
-                )
+        for axis, part in parts_of_an_axis(value, pieces):
+            start, rest = divmod(offset, strides(value.shape)[axis])
+            if not rest:
+                ends = {"axis": axis, "start": start, "stop": start + part[axis]}
+                y = self.graph.make("slice", {"x": value}, part, value.dtype, **ends)
                 return self._reshaped(y, shape)
-        return self.graph.make(
-            "layout", {"x": value}, shape, value.dtype, pieces=pieces, offset=offset
-        )
+        attrs = {"pieces": pieces, "offset": offset}
+        return self.graph.make("layout", {"x": value}, shape, value.dtype, **attrs)
 
     def _reshaped(self, value, shape) -> Value:
         if tuple(shape) == value.shape:
@@ -197,16 +196,9 @@ class Views:
             return view
         order = sorted({p for p in view.pieces if p[1]}, key=lambda p: -p[1])
         flat = View(view.value, tuple((piece,) for piece in order), view.offset)
-        shape = [n for n, _ in order]
-        kept = view.value.shape
-        for axis in range(len(kept)):  # of the shape that it has, if it is part of one axis
-            rest = math.prod(kept[:axis] + kept[axis + 1 :])
-            if rest and math.prod(shape) % rest == 0:
-                part = (*kept[:axis], math.prod(shape) // rest, *kept[axis + 1 :])
-                if merged(tuple(zip(part, strides(kept), strict=True))) == merged(tuple(order)):
-                    shape = part
-                    break
-        value = self.gather(flat, shape)
+        # in the shape that it has, if it is part of one axis
+        parts = (part for _, part in parts_of_an_axis(view.value, merged(tuple(order))))
+        value = self.gather(flat, next(parts, [n for n, _ in order]))
         new = dict(zip(order, strides([n for n, _ in order]), strict=True))
         dims = tuple(tuple((p[0], new[p] if p[1] else 0) for p in dim) for dim in view.dims)
         return View(value, dims)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from diffusion.plan.differentiate import GRADIENTS
-from diffusion.plan.graph import FORWARD, NORM
+from diffusion.plan.graph import FORWARD
 from tests.plan.compare import compare, in_float64
 from tests.plan.networks import NAMES, network
 from tests.plan.random_networks import networks
@@ -136,7 +136,7 @@ def _dropout(x):
 
 def test_every_op_of_the_table_has_a_gradient_or_is_part_of_a_norm():
     assert set(FORWARD) - {"group_norm"} <= set(GRADIENTS)
-    assert set(NORM) <= set(GRADIENTS)
+    assert "norm_apply" in GRADIENTS  # which sends the gradients of all of a norm
 
 
 FEW = [n for n in NAMES if any(s in n for s in ("padding 0", "google", "bias alone"))]

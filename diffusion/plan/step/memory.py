@@ -32,14 +32,14 @@ def keep_less(graph: Graph, first: set[Node], recompute: bool) -> None:
         node = producers.get(value)
         if node is None or not _is_made_again(node, value, alone, recompute):
             return value
-        if node.op in _NORMS and value is node.out:
+        if node.op not in _NORMS:
+            inputs = {"x": remade(node.inputs["x"], alone)}
+            made = _node(graph, node.op, inputs, value, node.source, node.attrs)
+        elif value is node.out:
             made = _pass_again(graph, node, lambda v: remade(v, alone))
-        else:
-            x = node.inputs["x0" if node.op in _NORMS else "x"]
-            op = "upsample" if node.op in _NORMS else node.op
-            attrs = node.attrs if node.op not in _NORMS else {"factor": (2, 2)}
-            source = x if node.op in _NORMS else remade(x, alone)
-            made = _node(graph, op, {"x": source}, value, node.source, attrs)
+        else:  # what the pass has upsampled
+            inputs = {"x": node.inputs["x0"]}
+            made = _node(graph, "upsample", inputs, value, node.source, {"factor": (2, 2)})
         nodes.append(made)
         again[value] = made.out
         return made.out
@@ -56,13 +56,12 @@ def keep_less(graph: Graph, first: set[Node], recompute: bool) -> None:
 def _is_made_again(node: Node, value: Value, alone: bool, recompute: bool) -> bool:
     if node.op in _NORMS and value is node.out:
         return recompute
-    upsampled = node.op == "upsample" or node.outputs.get("large") is value
-    if not upsampled and node.op != "avg_pool":
-        return False
     if node.op == "avg_pool":
         return recompute and alone
-    of_conv = node.op == "upsample" and alone
-    return recompute or value.bytes > MUCH or of_conv
+    if node.op == "upsample" and alone:
+        return True
+    upsampled = node.op == "upsample" or node.outputs.get("large") is value
+    return upsampled and (recompute or value.bytes > MUCH)
 
 
 def _only_reader(nodes: Sequence[Node], value: Value, node: Node) -> bool:
@@ -75,12 +74,10 @@ def _node(graph: Graph, op: str, inputs: dict, like: Value, source: str, attrs: 
 
 def _pass_again(graph: Graph, norm: Node, remade) -> Node:
     """The pass of a norm, by the table that it has written."""
-    if norm.op == "norm":
-        xs = {role: v for role, v in norm.inputs.items() if role in ("x0", "x1")}
-    else:
-        xs = {"x0": remade(norm.outputs["large"]), "x1": norm.inputs["x1"]}
-    rng = {"rng": norm.inputs["rng"]} if "rng" in norm.inputs else {}
-    inputs = {**xs, "table": norm.outputs["table"], **rng}
+    inputs = {role: norm.inputs[role] for role in ("x0", "x1", "rng") if role in norm.inputs}
+    inputs["table"] = norm.outputs["table"]
+    if "large" in norm.outputs:
+        inputs["x0"] = remade(norm.outputs["large"])
     attrs = {k: v for k, v in norm.attrs.items() if k in ("activation", "p", "layer", "first")}
     return _node(graph, "norm_apply", inputs, norm.out, norm.source, attrs)
 
