@@ -64,7 +64,7 @@ DEFAULTS = {
     "report": "",  # the file of a process that compiles
 }
 _CALLS = 6  # in a row, of each turn
-_ALL = ""  # the variant that lacks nothing
+ALL = ""  # the variant that lacks nothing
 _DIFFUSERS = "diffusers:"
 
 Job = tuple[Case, list[str]]  # with variants; none: each kernel that is taken
@@ -140,19 +140,20 @@ def rehearse_jobs(
         with context.Pool(processes, initializer=torch.set_num_threads, initargs=(1,)) as pool:
 
             def ask(job: int, variant: str) -> tuple[int, str, Any]:
-                return job, variant, pool.apply_async(_rehearsed, (asked[job][0], variant, *shared))
+                return job, variant, pool.apply_async(rehearsed, (asked[job][0], variant, *shared))
 
-            waiting = [ask(i, _ALL) for i in range(len(asked))]
+            waiting = [ask(i, ALL) for i in range(len(asked))]
             waiting += [ask(i, v) for i, (_, variants) in enumerate(asked) for v in variants]
             for job, variant, result in waiting:
                 found[job][variant] = its = result.get()
-                if variant == _ALL and not asked[job][1]:
+                if variant == ALL and not asked[job][1]:
                     waiting += [ask(job, kernel) for kernel in sorted(its["taken"])]
     return found
 
 
-def _rehearsed(case: Case, variant: str, gpu: Device, claims: Path | None) -> dict[str, Any]:
-    """Compiled where it has a folder in which kernels are claimed."""
+def rehearsed(case: Case, variant: str, gpu: Device, claims: Path | None = None) -> dict[str, Any]:
+    """What a case launches without this variant: "launches", and "taken" of the registry, or
+    "error". Compiled where it has a folder in which kernels are claimed."""
     try:
         with (
             rehearsal(gpu) as launches,
@@ -162,7 +163,7 @@ def _rehearsed(case: Case, variant: str, gpu: Device, claims: Path | None) -> di
         ):
             _rehearse(case)
         if claims is not None:
-            if variant == _ALL:  # `evaluation_step` checks it
+            if variant == ALL:  # `evaluation_step` checks it
                 with rehearsal(gpu) as checked:
                     _rehearse(case, checked=True)
                 launches = [*launches, *checked]
@@ -188,7 +189,7 @@ def _of_diffusers(model: str) -> str:
 
 def left_out(variant: str) -> AbstractContextManager[None]:
     """Within the block these rows, or kernels, are not there. ValueError: one is unknown."""
-    if variant == _ALL:
+    if variant == ALL:
         return nullcontext()
     names = variant.split("+")
     return leaving_out(*names) if names[0] in ROWS else without(",".join(names))
@@ -196,13 +197,13 @@ def left_out(variant: str) -> AbstractContextManager[None]:
 
 def changed(found: Rehearsed) -> list[str]:
     """The variants that launch something else."""
-    every = found[_ALL]["launches"]
+    every = found[ALL]["launches"]
     return [v for v, its in found.items() if "launches" in its and its["launches"] != every]
 
 
 def report(case: Case, found: Rehearsed) -> None:
     """A line for each variant: launches that it lacks and has instead."""
-    every = Counter(found[_ALL]["launches"])
+    every = Counter(found[ALL]["launches"])
     for variant, its in found.items():
         if "error" in its:
             print(f"{_named(case)} without {variant}: impossible: {its['error']}")

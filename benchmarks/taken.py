@@ -100,7 +100,7 @@ def _rehearsed(asked: tuple[str, Case | str]) -> dict[str, Any]:
     name, case = asked
     gpu = chip(name).gpu
     if isinstance(case, Case):
-        return ablate._rehearsed(case, ablate._ALL, gpu, None)
+        return ablate.rehearsed(case, ablate.ALL, gpu)
     with rehearsal(gpu), goldens.recorded(gpu) as lines, choose.noted() as notes:
         for _, run in goldens.ops(("bf16", "tf32", "fp32", "fp16")):
             run()

@@ -127,14 +127,14 @@ class Accelerated(nn.Module):
         if made is not None:
             return made, *as_tensors
         if all(a is b for a, b in zip(leaves, numbers, strict=True)):
-            return self._kept(key, as_tensors), *as_tensors
+            return self._new_plan(key, as_tensors), *as_tensors
         given, fixed = pytree.tree_unflatten(leaves, spec), self._key(leaves, spec)
         made = self._found(fixed)
         if made is None:
             made = self._with_tensors(key, (args, kwargs), as_tensors)
             if made is not None:
                 return made, *as_tensors
-            made = self._kept(fixed, (args, kwargs))
+            made = self._new_plan(fixed, (args, kwargs))
         return made, *given
 
     def _found(self, key: tuple) -> Plan | None:
@@ -148,11 +148,11 @@ class Accelerated(nn.Module):
             return None
         with suppress(PlanError, ValueError, TypeError):  # which the call itself may not raise
             if are_tensors(self.module, call, as_tensors):
-                return self._kept(key, as_tensors)
+                return self._new_plan(key, as_tensors)
         self._apart.add(key)
         return None
 
-    def _kept(self, key: tuple, call: tuple) -> Plan:
+    def _new_plan(self, key: tuple, call: tuple) -> Plan:
         """A new plan, which the next call finds."""
         made = self._made(*call)
         self._plans[key] = [*self._plans.get(key, [])[1 - _KEPT :], made]
