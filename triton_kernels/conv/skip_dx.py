@@ -198,7 +198,7 @@ def _skip_dx_kernel(
     if PRECISION == "ieee":
         acc, small = multiply(
             acc, acc, dy_desc, None, w_desc, None, at, CO, 0, None,
-            1, 1, 0, 0, 1, True, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+            1, 1, 0, 0, 1, True, PRECISION, BLOCK_K,
         )  # fmt: skip
         acc = whole_sum(acc, small)
     else:

@@ -50,15 +50,14 @@ def _convolve(
     if ROWS == 1:
         acc, small = multiply(
             accs[0], small, x_desc, x_small_desc, w_desc, w_small_desc, at, CI, 0, None,
-            R, S, R // 2, S // 2, 1, DGRAD, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+            R, S, R // 2, S // 2, 1, DGRAD, PRECISION, BLOCK_K,
         )  # fmt: skip
         accs = (acc,)
     else:
         tl.static_assert(PRECISION != "ieee")
         accs = multiply_rows(
-            accs, x_desc, w_desc, at, CI, S, S // 2, DGRAD, PRECISION, ROWS,
-            BLOCK_M, BLOCK_C, BLOCK_K,
-        )  # fmt: skip
+            accs, x_desc, w_desc, at, CI, S, S // 2, DGRAD, PRECISION, ROWS, BLOCK_K
+        )
     return accs, small
 
 
@@ -72,21 +71,17 @@ def _add_pointwise(
     C,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The same with a 1x1 convolution added."""
     if PRECISION == "ieee":
         acc, small = multiply(
             accs[0], small, x_desc, None, w_desc, None, at, C, 0, None,
-            1, 1, 0, 0, 1, False, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+            1, 1, 0, 0, 1, False, PRECISION, BLOCK_K,
         )  # fmt: skip
         accs = (acc,)
     else:
-        accs = multiply_pointwise(
-            accs, x_desc, w_desc, at, C, PRECISION, ROWS, BLOCK_M, BLOCK_K,
-        )  # fmt: skip
+        accs = multiply_pointwise(accs, x_desc, w_desc, at, C, PRECISION, ROWS, BLOCK_K)
     return accs, small
 
 
@@ -203,14 +198,12 @@ def conv_forward_kernel(
     )  # fmt: skip
     if extra1_desc is not None:
         accs, small = _add_pointwise(
-            accs, small, extra1_desc, extra1_w_desc, at, C1, PRECISION, ROWS,
-            BLOCK_M, BLOCK_C, BLOCK_K,
-        )  # fmt: skip
+            accs, small, extra1_desc, extra1_w_desc, at, C1, PRECISION, ROWS, BLOCK_K
+        )
     if extra2_desc is not None:
         accs, small = _add_pointwise(
-            accs, small, extra2_desc, extra2_w_desc, at, C2, PRECISION, ROWS,
-            BLOCK_M, BLOCK_C, BLOCK_K,
-        )  # fmt: skip
+            accs, small, extra2_desc, extra2_w_desc, at, C2, PRECISION, ROWS, BLOCK_K
+        )
     for row in tl.static_range(ROWS):
         acc = whole_sum(accs[row], small) if PRECISION == "ieee" else accs[row]
         _finish_forward(

@@ -143,11 +143,11 @@ def multiply(
     STRIDE: tl.constexpr,
     DGRAD: tl.constexpr,  # an input gradient of stride 1, of filters that have not been transposed
     PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Both sums with a tile of a convolution added to them, or of its input gradient."""
+    BLOCK_C: tl.constexpr = acc.shape[0]
+    BLOCK_M: tl.constexpr = acc.shape[1]
     n0, h0, w0, c0 = at
     k_blocks = CI // BLOCK_K if STRIDE == 2 else tl.cdiv(CI, BLOCK_K)  # of one parity
     if end is None:
@@ -196,13 +196,13 @@ def multiply_parity(
     PAD_W: tl.constexpr,
     TURNED: tl.constexpr,
     PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The same of the input gradient of stride 2. It has four kinds of pixels, by the parities of
     row and column, each of which sees the taps of one parity: four products of a quarter of the
     pixels, and of nine taps altogether."""
+    BLOCK_C: tl.constexpr = acc.shape[0]
+    BLOCK_M: tl.constexpr = acc.shape[1]
     n0, h0, w0, c0 = at
     r0 = (odd_row + PAD_H) % 2  # the first tap that pixels of this kind see, and every other one
     s0 = (odd_col + PAD_W) % 2
@@ -246,8 +246,6 @@ def multiply_rows(
     DGRAD: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,  # 2 or 4
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The same of tiles at rows h0, h0 + 1, ..., of filters of 3 rows and padding 1.
@@ -256,6 +254,8 @@ def multiply_rows(
     channels the time goes into fetching x from L2 once for every tap: 9 times with `multiply`, 4.5
     times with four rows.
     """
+    BLOCK_C: tl.constexpr = accs[0].shape[0]
+    BLOCK_M: tl.constexpr = accs[0].shape[1]
     n0, h0, w0, c0 = at
     k_blocks = tl.cdiv(CI, BLOCK_K)
     for step in range(S * k_blocks):
@@ -290,10 +290,10 @@ def multiply_pointwise(
     C,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """The same of a 1x1 convolution."""
+    BLOCK_M: tl.constexpr = accs[0].shape[1]
     n0, h0, w0, c0 = at
     for k0 in range(0, C, BLOCK_K):
         w = w_desc.load([c0, k0])

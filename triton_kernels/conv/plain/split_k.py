@@ -103,14 +103,13 @@ def _product(
     start,
     end,  # of the steps over C
     PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """acc plus these steps of a 1x1 convolution."""
     n0, h0, w0, c0 = at
     for step in range(start, end):
         w = w_desc.load([c0, step * BLOCK_K])
-        x = x_desc.load([n0, h0, w0, step * BLOCK_K]).reshape(BLOCK_M, BLOCK_K)
+        x = x_desc.load([n0, h0, w0, step * BLOCK_K]).reshape(acc.shape[1], BLOCK_K)
         acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
     return acc
 
@@ -153,19 +152,19 @@ def _conv_split_kernel(
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     acc, _ = multiply(
         acc, acc, x_desc, None, w_desc, None, at, CI, start, tl.minimum(end, total),
-        R, S, R // 2, S // 2, 1, False, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+        R, S, R // 2, S // 2, 1, False, PRECISION, BLOCK_K,
     )  # fmt: skip
     if extra1_desc is not None:
         blocks = tl.cdiv(C1, BLOCK_K)
         acc = _product(
             acc, extra1_desc, extra1_w_desc, at, tl.maximum(start - total, 0),
-            tl.minimum(end - total, blocks), PRECISION, BLOCK_M, BLOCK_K,
+            tl.minimum(end - total, blocks), PRECISION, BLOCK_K,
         )  # fmt: skip
         total += blocks
     if extra2_desc is not None:
         acc = _product(
             acc, extra2_desc, extra2_w_desc, at, tl.maximum(start - total, 0),
-            tl.minimum(end - total, tl.cdiv(C2, BLOCK_K)), PRECISION, BLOCK_M, BLOCK_K,
+            tl.minimum(end - total, tl.cdiv(C2, BLOCK_K)), PRECISION, BLOCK_K,
         )  # fmt: skip
 
     n0, h0, w0, c0 = at

@@ -122,12 +122,12 @@ def _conv2d_tma_kernel(
         odd_col = tl.program_id(1) % 2
         acc = multiply_parity(
             acc, x_desc, w_desc, at, CI, odd_row, odd_col, R, S, PAD_H, PAD_W,
-            TURNED, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+            TURNED, PRECISION, BLOCK_K,
         )  # fmt: skip
     else:
         acc, small = multiply(
             acc, acc, x_desc, x_small_desc, w_desc, w_small_desc, at, CI, 0, None,
-            R, S, PAD_H, PAD_W, STRIDE, DGRAD, PRECISION, BLOCK_M, BLOCK_C, BLOCK_K,
+            R, S, PAD_H, PAD_W, STRIDE, DGRAD, PRECISION, BLOCK_K,
         )  # fmt: skip
         if PRECISION == "ieee":
             acc = whole_sum(acc, small)
