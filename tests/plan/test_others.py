@@ -36,9 +36,14 @@ NETWORKS = {
     "policy": (policy, (2, 1, 8, 2), torch.randn(2, 5)),
     "policy, film": (lambda: policy(cond_predict_scale=True), (2, 1, 8, 2), torch.randn(2, 5)),
     "dropout of 18 channels": (images, (2, 8, 8, 3), None),
-    "classes": (lambda: images(num_classes=3), (2, 8, 8, 3), torch.tensor([0, 2])),
+    # one level, for what they are given is added to any
+    "classes": (
+        lambda: images(num_classes=3, channel_mult=(1,)),
+        (2, 8, 8, 3),
+        torch.tensor([0, 2]),
+    ),
     "a vector": (
-        lambda: images(vector_dim=4),
+        lambda: images(vector_dim=4, channel_mult=(1,)),
         (2, 8, 8, 3),
         Conditions(vector=torch.randn(2, 5).double()),
     ),
