@@ -5,13 +5,14 @@ functions its own again whenever one jit function calls another, combines the el
 `tl.reduce` one by one, looks types up in a dict that it builds for each of them, and describes the
 shape of each result anew. Of each sum of integers it computes whether it overflows, for an
 assertion that is off. Of a box that a tensor descriptor reads or writes it makes a pointer and a
-mask for each element. These are its internals, so each is left alone where it is not what is
-expected here.
+mask for each element. Of two operands of the same type it works out anew which type they have
+together. These are its internals, so each is left alone where it is not what is expected here.
 """
 
 import ctypes
 import dataclasses
 import functools
+import inspect
 
 import numpy as np
 
@@ -30,7 +31,9 @@ def hasten() -> None:
         interpreter.InterpreterBuilder.create_splat = _splat
         _copy_boxes(interpreter, interpreter.InterpreterBuilder)
     _assert_nothing(getattr(interpreter, "interpreter_builder", None))
-    _share_shapes(interpreter.tl.core, getattr(interpreter, "interpreter_semantic", None))
+    semantic = getattr(interpreter, "interpreter_semantic", None)
+    _share_shapes(interpreter.tl.core, semantic)
+    _check_types_once(interpreter.tl.core, semantic)
 
 
 def _patched_once(interpreter):
@@ -195,3 +198,30 @@ def _share_shapes(core, semantic) -> None:
             return broadcast(lhs, rhs)
 
         semantic.broadcast_impl_value = broadcast_if_different
+
+
+def _check_types_once(core, semantic) -> None:
+    """Operands that are both int32 or both float32, or one of them and a number that it holds, have
+    that type together."""
+    check = getattr(semantic, "binary_op_type_checking_impl", None)
+    expected = ["lhs", "rhs", "allow_lhs_ptr", "allow_rhs_ptr", "arithmetic_check", "div_or_mod"]
+    if check is None or list(inspect.signature(check).parameters) != expected:
+        return
+    tensor, int32, float32 = core.tensor, core.int32, core.float32
+
+    def holds(kind, number) -> bool:
+        if kind is float32:
+            return type(number) in (int, float)
+        return kind is int32 and type(number) is int and -(2**31) <= number < 2**31
+
+    def check_unless_alike(lhs, rhs, *options, **named):
+        if type(lhs) is tensor:
+            kind = lhs.dtype
+            if type(rhs) is tensor:
+                if rhs.dtype is kind and (kind is int32 or kind is float32):
+                    return semantic.broadcast_impl_value(lhs, rhs)
+            elif named.get("arithmetic_check", True) and len(options) < 3 and holds(kind, rhs):
+                return semantic.broadcast_impl_value(lhs, semantic.scalar_constant(rhs, kind))
+        return check(lhs, rhs, *options, **named)
+
+    semantic.binary_op_type_checking_impl = check_unless_alike
