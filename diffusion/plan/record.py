@@ -29,6 +29,7 @@ import triton_kernels
 
 from .composites import INSTEAD
 from .graph import PlanError
+from .own_functions import OwnFunction, forward_of, noted_by
 from .results import known_result
 from .trees import flatten
 
@@ -139,7 +140,11 @@ def _record(
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             states = {place: states[name] for place, name in places.items()}
             before = dict(states)
-            with stateless._reparametrize_module(module, states), _Functions(notes):
+            with (
+                stateless._reparametrize_module(module, states),
+                _Functions(notes) as functions,
+                noted_by(functions.own),
+            ):
                 result = forward(*args, **kwargs)
             for place, x in before.items():  # in which the call leaves what is there behind it
                 if states[place] is not x:
@@ -292,6 +297,7 @@ class _Notes(TorchDispatchMode):
         self.function = ""  # the one that Python called
         self.differentiable = found.differentiable  # whether its result has gradients
         self.within = False  # a call that is noted whole
+        self.own = False  # and is a function of the module's own
 
     def __torch_dispatch__(self, target, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunction():  # by which `_Functions` would see what is read here
@@ -303,6 +309,8 @@ class _Notes(TorchDispatchMode):
                 kwargs = {k: v for k, v in kwargs.items() if k != "device"}
             with torch._C._DisableTorchDispatch():
                 return target(*args, **kwargs)
+        if self.own and torch.Tag.nondeterministic_seeded in target.tags:
+            raise PlanError(f"{target} in an autograd.Function, which is called twice, draws twice")
         args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs))
         if target is _ATEN.copy_.default and id(args[0]) in self.given:
             # of what the forward pass has written to, once it is over
@@ -444,6 +452,31 @@ class _Functions(TorchFunctionMode):
             return result
         finally:
             notes.function, notes.differentiable = before
+
+    def own(self, function: type, args: tuple) -> Any:
+        """The result of an autograd.Function, which is noted as one call."""
+        notes = self.notes
+        if _casts():
+            raise self._refused(f"{function.__name__}, an autograd.Function, under autocast")
+        with torch._C.DisableTorchFunction():  # what is read here is not the forward's
+            given = pytree.tree_map_only(Tensor, self._inner, args)
+            args = pytree.tree_map_only(Tensor, self._functional, args)
+        notes.own, before = True, notes.function
+        try:
+            with notes.whole():
+                result = forward_of(function, args)
+        finally:
+            notes.own = False
+        made = [result] if isinstance(result, Tensor) else result
+        if not isinstance(made, list | tuple) or not all(isinstance(x, Tensor) for x in made):
+            raise self._refused(f"{function.__name__}, whose results are not all tensors,")
+        with torch._C.DisableTorchFunction():
+            inner = pytree.tree_map_only(Tensor, self._inner, result)
+        notes.function, was = function.__name__, notes.differentiable
+        notes.differentiable = torch.is_grad_enabled()
+        notes.note(OwnFunction(function, len(made)), given, {}, inner)
+        notes.function, notes.differentiable = before, was
+        return result
 
     def _called(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Its result. PlanError: it would need the numbers of a tensor that has none."""

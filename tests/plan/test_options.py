@@ -124,7 +124,7 @@ GRADIENTS = {  # and what is said of those that have no place in a plan
     "grad_fn is read": (lambda net, x: x if net.linear(x).grad_fn else -x, "grad_fn of a tensor"),
     "a hook of a tensor": (then(lambda y: y.register_hook(lambda dy: 2 * dy)), "register a hook"),
     "a tensor of its own": (lambda net, x: x * net.free, "neither an argument nor a parameter"),
-    "a function of its own": (lambda net, x: Reversed.apply(net.linear(x)), "cannot be traced"),
+    "a function of its own": (lambda net, x: Reversed.apply(net.linear(x)), ""),
     "grad": (
         lambda net, x: torch.autograd.grad(net.linear(x).sum(), [x], create_graph=True)[0],
         "cannot be traced",

@@ -98,7 +98,8 @@ def _arith_grad(run, node, given):
             tensors[i] = leaf(tensors[i])
         y = a["target"](*call_arguments(a["arguments"], tensors), **a["options"])
     of = [tensors[i] for i in a["of"]]
-    grads = torch.autograd.grad(y, of, given["dy"].to(y.dtype))
+    grads = torch.autograd.grad(y, of, given["dy"].to(y.dtype), allow_unused=True)
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(of, grads, strict=True)]
     return {f"d{i}": grad for i, grad in zip(a["of"], grads, strict=True)}
 
 

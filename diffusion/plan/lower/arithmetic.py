@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..graph import Value, numbered
+from ..own_functions import OwnFunction
 from ..views import View, whole
 from .shapes import to
 from .table import Lowering, call_arguments, each, lowers
@@ -133,6 +134,8 @@ class _Result:
 
 def is_function(op: torch._ops.OpOverload) -> bool:
     """Whether an op's results depend on the elements of its arguments alone."""
+    if isinstance(op, OwnFunction):
+        return True
     drawn = torch.Tag.nondeterministic_seeded in op.tags
     # the first depends on where they lie, too, the second has no gradient
     never = op._opname in ("as_strided", "_embedding_bag_forward_only")

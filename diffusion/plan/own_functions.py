@@ -1,0 +1,87 @@
+"""An autograd.Function that a module brings along, as one call of a recording.
+
+A plan calls the function itself, forward in place of the module, and once more for its gradient, as
+of other calls that are left to PyTorch. What it does within is not looked at, but for draws.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from .graph import PlanError
+
+
+class OwnFunction:
+    """A function, named as an op of PyTorch is."""
+
+    namespace, tags = "autograd", ()
+
+    def __init__(self, function: type[Function], results: int) -> None:
+        self.overloadpacket = function
+        self._opname, self._overloadname = function.__name__, ""
+        # which may be an argument, or a part of one
+        returns = [SimpleNamespace(alias_info=True)] * results
+        self._schema = SimpleNamespace(returns=returns, arguments=[], is_mutable=False)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.overloadpacket.apply(*args)
+
+
+class _Context(SimpleNamespace):
+    """What the forward of a function is given, while it is recorded."""
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        self.saved_tensors = self.to_save = tensors
+
+    save_for_forward = save_for_backward
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+    def mark_dirty(self, *tensors: Tensor) -> None:
+        raise PlanError("an autograd.Function that writes to its arguments has no place in a plan")
+
+    def mark_non_differentiable(self, *tensors: Tensor) -> None:
+        if any(x.is_floating_point() for x in tensors):
+            raise PlanError("an autograd.Function marks a result, which a plan would differentiate")
+
+
+def forward_of(function: type[Function], args: tuple) -> Any:
+    """What it returns. PlanError: a plan could not call it."""
+    if any(callable(x) and not isinstance(x, type) for x in args):
+        raise PlanError(
+            f"{function.__name__}, an autograd.Function that is given a function, has no place in a"
+            " plan (torch.utils.checkpoint has none with use_reentrant=False)"
+        )
+    needs = tuple(isinstance(x, Tensor) and x.is_floating_point() for x in args)
+    context = _Context(needs_input_grad=needs)
+    with torch.no_grad():
+        if function.setup_context == Function.setup_context:
+            return function.forward(context, *args)
+        result = function.forward(*args)
+        function.setup_context(context, args, result)
+        return result
+
+
+@contextmanager
+def noted_by(note: Callable[[type[Function], tuple], Any]) -> Iterator[None]:
+    """Within the block this thread's functions, but PyTorch's own, are not applied, but noted."""
+    applied, thread = Function.__dict__["apply"], threading.get_ident()
+
+    def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        theirs = cls.__module__.split(".")[0] == "torch"
+        if kwargs or theirs or threading.get_ident() != thread:
+            return applied.__get__(None, cls)(*args, **kwargs)
+        return note(cls, args)
+
+    Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        Function.apply = applied

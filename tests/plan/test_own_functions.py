@@ -1,0 +1,159 @@
+"""Modules that bring autograd.Functions along: results and gradients are theirs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Function
+
+from diffusion import accelerate
+from diffusion.plan.graph import PlanError
+from tests.plan.compare import compare
+
+
+class Softmax(Function):
+    """As EDM's attention has one."""
+
+    @staticmethod
+    def forward(ctx, q, k, scale):
+        w = torch.einsum("ncq,nck->nqk", q, k * scale).softmax(2)
+        ctx.save_for_backward(q, k, w)
+        ctx.scale = scale
+        return w
+
+    @staticmethod
+    def backward(ctx, dw):
+        q, k, w = ctx.saved_tensors
+        dz = w * (dw - (dw * w).sum(2, keepdim=True)) * ctx.scale
+        dq = torch.einsum("nck,nqk->ncq", k, dz)
+        return dq, torch.einsum("ncq,nqk->nck", q, dz), None
+
+
+class Rounded(Function):
+    """Its gradient is that of what was rounded, and not what PyTorch would make of it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.mul(4).round() / 4
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 0.5
+
+
+class Halves(Function):
+    """Of two results, in the newer form; one is part of the argument."""
+
+    @staticmethod
+    def forward(x, gain):
+        return x[:, :2], x[:, 2:] * gain
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, da, db):
+        x, gain = ctx.saved_tensors
+        return torch.cat([2 * da, db * gain], 1), (db * x[:, 2:]).sum().reshape(gain.shape)
+
+
+class Chosen(Function):
+    """With a result that has no gradient, and an argument that gets none."""
+
+    @staticmethod
+    def forward(ctx, x, table):
+        index = (x[:, None] - table[:, None, None]).abs().argmin(1)
+        ctx.mark_non_differentiable(index)
+        return table[index], index
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        return dy, None
+
+
+class Net(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.conv, self.gain = nn.Conv2d(3, 4, 3), nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return self.function(self.conv(x), self.gain)
+
+
+CASES = {
+    "attention": lambda y, gain: Softmax.apply(y.flatten(2), gain * y.flatten(2), 0.5),
+    "straight through": lambda y, gain: Rounded.apply(y) * gain,
+    "transposed": lambda y, gain: Rounded.apply(y.transpose(1, 3)) * gain,
+    "two results": lambda y, gain: Halves.apply(y, gain),
+    "a part": lambda y, gain: Halves.apply(y, gain)[1].square(),
+    "an index": lambda y, gain: Chosen.apply(y[:, 0] * gain, y.new_tensor([-1.0, 0.0, 1.0])),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_results_and_gradients(name):
+    torch.manual_seed(0)
+    module, x = Net(CASES[name]).double(), torch.randn(2, 3, 6, 6, dtype=torch.float64)
+    results = module(x) if isinstance(module(x), tuple) else (module(x),)
+    fast = accelerate(module)
+    ours = fast(x) if isinstance(fast(x), tuple) else (fast(x),)
+    parameters = list(module.parameters())
+    grads = []
+    for made in (results, ours):
+        loss = sum((y * y.detach().cos()).sum() for y in made if y.requires_grad)
+        grads.append(torch.autograd.grad(loss, parameters))
+    for a, b in zip((*results, *grads[0]), (*ours, *grads[1]), strict=True):
+        assert a.requires_grad == b.requires_grad
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-12)
+    if name != "an index":
+        compared = compare(module, (x,))
+        assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+
+
+class Noisy(Rounded):
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.randn_like(x)
+
+
+class Writes(Rounded):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.add_(1)
+
+
+class Called(Rounded):
+    @staticmethod
+    def forward(ctx, x, function):
+        return function(x)
+
+
+class Marked(Rounded):
+    @staticmethod
+    def forward(ctx, x):
+        y = x * 2
+        ctx.mark_non_differentiable(y)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (lambda y, gain: Noisy.apply(y), "in an autograd.Function, which is called twice, draws"),
+        (lambda y, gain: Writes.apply(y), "writes to its arguments"),
+        (lambda y, gain: Called.apply(y, torch.sin), "that is given a function"),
+        (lambda y, gain: Marked.apply(y), "marks a result"),
+    ],
+)
+def test_what_no_plan_could_call(function, why):
+    with pytest.raises(PlanError, match=why):
+        accelerate(Net(function))(torch.randn(1, 3, 6, 6))
+    assert Function.apply.__func__.__module__ == "torch.autograd.function"
+
+
+def test_under_autocast():
+    """Within which PyTorch casts what the function calls."""
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError, match="under autocast"):
+        accelerate(Net(CASES["attention"]))(torch.randn(1, 3, 6, 6))
