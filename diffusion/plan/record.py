@@ -115,7 +115,7 @@ def _record(
 ) -> Recording:
     leaves, spec = flatten((args, kwargs))
     differentiable = torch.is_grad_enabled()
-    _refuse_hooks(module)
+    _refuse_parts(module)
     with ExitStack() as stack:
         stack.enter_context(_attributes_kept(module))
         _refuse_silent_hooks(module)
@@ -206,10 +206,14 @@ def _refuse_changes(leaves: list[Any], spec: pytree.TreeSpec, given: tuple) -> N
         raise PlanError("the module changes a list, a dict or a dataclass among its arguments")
 
 
-def _refuse_hooks(module: nn.Module) -> None:
+def _refuse_parts(module: nn.Module) -> None:
     for name, part in module.named_modules():
+        where = name or type(part).__name__
+        if isinstance(part, torch.jit.ScriptModule):
+            raise PlanError(
+                f"a module of TorchScript, which hides its calls, has no plan ({where})"
+            )
         if part._backward_hooks or part._backward_pre_hooks:
-            where = name or type(part).__name__
             raise PlanError(f"a backward hook has no place in a plan ({where} has one)")
 
 

@@ -225,6 +225,12 @@ def test_a_hook_that_keeps_what_it_gets_is_refused(nets):
     assert fast(x) is kept[0]
 
 
+def test_a_module_of_torchscript_is_refused():
+    net = nn.Sequential(nn.Conv2d(3, 4, 1), torch.jit.script(nn.Conv2d(4, 3, 3)))
+    with pytest.raises(PlanError, match=r"a module of TorchScript.*\(1\)"):
+        accelerate(net)(torch.ones(1, 3, 4, 4))
+
+
 def test_two_results_of_one_tensor():
     """Of which one has a gradient, and the other not."""
     net = Does(lambda net, y, w: (net.layer.bias, net.layer.bias.detach(), y))
