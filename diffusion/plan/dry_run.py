@@ -52,7 +52,10 @@ class DryRun:
 
     def __init__(self, graph: Graph, parameters: dict[str, Tensor], launch: Callable) -> None:
         self.launch = launch  # as `execute.run` takes it
-        self.values = {value: stand_in(value) for value in (*graph.inputs, *graph.constants)}
+        self.values = {
+            value: torch.empty(value.shape, dtype=value.dtype, device=META)
+            for value in (*graph.inputs, *graph.constants)
+        }
         for name, value in graph.parameters.items():
             self.values[value] = torch.empty_like(parameters[name], device=META)
 
@@ -68,7 +71,3 @@ class DryRun:
 
     def __getitem__(self, value: Value) -> Tensor:
         return self.values[value]
-
-
-def stand_in(value: Value) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device=META)

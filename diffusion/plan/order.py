@@ -185,10 +185,7 @@ class _Order:
 
     def _is_of_embedding(self, move: Move) -> bool:
         """Whether it writes a part of the embedding's gradient."""
-        written = [
-            self.placed[v] for n in move.nodes for v in n.outputs.values() if v in self.placed
-        ]
-        return any(at.name == EMB for at in written)
+        return any(v in self.placed and self.placed[v].name == EMB for v in move.made)
 
     # --- what is of the chain, and in which block -------------------------------------------------
 
@@ -199,7 +196,7 @@ class _Order:
         if node.op == "sum_pool":
             return not readers or any(r.op not in WEIGHT_GRADS for r in readers)
         if node.op in ("row_sums", "bias_grad"):
-            x = node.inputs.get("x", node.inputs.get("rows"))
+            (x,) = node.inputs.values()
             maker = self.made.get(x)
             if maker is not None and maker.op == "row_sums":
                 return self._is_chain(maker)

@@ -1,5 +1,7 @@
 """Rows of norms in parts, forward and backward."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ _SUM_PROGRAMS = 128  # that take the sums of a tensor, at least
 
 
 def film(given: Inputs) -> dict[str, Tensor]:
+    """The scale and the shift of a norm, where it has them."""
     return {name: given[name] for name in ("scale", "shift") if name in given}
 
 
@@ -122,16 +125,14 @@ def _norm_grad_table(run, node, given):
 
 @launches("norm_dx")
 def _norm_dx(run, node, given):
-    options = {name: image(given.get(name)) for name in ("add1", "add1_second", "add2")}
-    options |= {"sums": _rows(run, node), "upsample1": node.attrs.get("upsample1", False)}
+    options = _added(node, given, "add1", "add1_second", "add2") | {"sums": _rows(run, node)}
     tensors = image(given["dz"]), *images(given), given["coeff"]
     return _shaped(node, run.kernels.norm_dx(*tensors, **options))
 
 
 @launches("skip_dx")
 def _skip_dx(run, node, given):
-    options = {name: given.get(name) for name in ("add1", "dz2")}
-    options |= {"sums": _rows(run, node), "upsample1": node.attrs.get("upsample1", False)}
+    options = _added(node, given, "add1", "dz2") | {"sums": _rows(run, node)}
     tensors = given["dy"], filters(given["weight"]), given["dz"], *images(given), given["coeff"]
     return _shaped(node, run.kernels.skip_dx(*tensors, **options))
 
@@ -139,8 +140,7 @@ def _skip_dx(run, node, given):
 @launches("norm_backward")
 def _norm_backward(run, node, given):
     a, (into, options) = node.attrs, _gradients(run, node, given)
-    options |= {name: given.get(name) for name in ("add1", "add1_second")}
-    options |= {"rows": "rows" in node.outputs, "upsample1": a.get("upsample1", False)}
+    options |= _added(node, given, "add1", "add1_second") | {"rows": "rows" in node.outputs}
     options |= {"out": given.get(a.get("over")), "sums": run.sums}
     tensors = (given[role] for role in ("dz", "x0", "partials", "table"))
     grads = into.get("weight"), into.get("bias")
@@ -151,11 +151,16 @@ def _norm_backward(run, node, given):
 @launches("skip_backward")
 def _skip_backward(run, node, given):
     a, into = node.attrs, given.into
-    options = {name: given.get(name) for name in ("add1", "dz2")}
-    options |= {"sums": run.sums, "upsample1": a.get("upsample1", False)}
+    options = _added(node, given, "add1", "dz2") | {"sums": run.sums}
     tensors = given["dy"], filters(given["weight"]), given["dz"], *images(given)
     norm = given["partials"], given["table"], a["groups"], into.get("weight"), into.get("bias")
     return _shaped(node, run.kernels.skip_backward(*tensors, *norm, **options))
+
+
+def _added(node: Node, given: Inputs, *roles: str) -> dict[str, Any]:
+    """What is added to dx, if it is there, and whether the first half of dx is of a small image."""
+    added = {role: image(given.get(role)) for role in roles}
+    return added | {"upsample1": node.attrs.get("upsample1", False)}
 
 
 def _rows(run: Launcher, node: Node):
