@@ -9,6 +9,7 @@ switched off, and the next family that the GPU can run is tried.
 from functools import lru_cache
 
 import torch
+import triton
 from torch import Tensor
 
 from . import reference
@@ -34,11 +35,15 @@ _SHAPE = (4, 16, 16, 64, 64)  # N, H, W, CI, CO: tiles that the parts of a weigh
 _MOST_WRONG = 2**-6  # of a norm: results are rounded to 16 bits, miscompiled ones are far off
 
 
+class Crashed(RuntimeError):
+    """A kernel read or wrote memory that is not there: this process cannot use the GPU any more."""
+
+
 def kernels_off(device: torch.device) -> list[str]:
     """Try the kernels that this GPU would use, once a process, and switch off those that are wrong.
     Returns a line for each family or kernel that is off: which it is, why, and what that costs.
 
-    Raises RuntimeError if no kernel computes the convolution."""
+    Raises RuntimeError if no kernel computes the convolution, Crashed if one crashed."""
     _try(device)
     return [
         f"{KERNELS.get(family, f'kernels named {family}')} are off: {why}"
@@ -70,9 +75,26 @@ def _try(device: torch.device) -> None:
         why = wrong(device, *CONFIGS[family])
         if why is None:
             return
+        if _lost(device):
+            raise Crashed(_after_crash(family, why))
         if family in KERNELS:
             switch_off(family, why)
     raise RuntimeError(f"no kernel computes a small convolution: {why}")
+
+
+def _lost(device: torch.device) -> bool:
+    """Whether this process can use the GPU no more: CUDA then answers every call with an error."""
+    try:
+        torch.zeros(1, device=device).item()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _after_crash(family: str, why: str) -> str:
+    name = KERNELS.get(family, "the plain kernels")
+    advice = f"; TRITON_KERNELS_OFF={family} runs without them" if family in KERNELS else ""
+    return f"{name} crash with Triton {triton.__version__} ({why}){advice}"
 
 
 def wrong(device: torch.device, conv: tuple | None, wgrad: tuple | None) -> str | None:

@@ -12,7 +12,7 @@ import torch
 
 import triton_kernels
 from triton_kernels import reference
-from triton_kernels.canary import kernels_off, settle_compiler
+from triton_kernels.canary import Crashed, kernels_off, settle_compiler
 from triton_kernels.runtime.cache_keys import settle_cache_folder, settle_cache_keys
 from triton_kernels.runtime.device import on_gpu
 
@@ -99,12 +99,14 @@ def untried_backend(
 
 def tried(backend: Backend, device: torch.device, required: bool) -> Backend:
     """The backend, if there are kernels that compute on this device what they should; otherwise
-    torch, or where the kernels are `required` a ConfigError."""
+    torch, or where the kernels are `required`, or one has crashed, a ConfigError."""
     if backend.name != "triton" or device.type != "cuda":  # the interpreter, or a rehearsal
         return backend
     try:
         with _wrong_names():
             off = kernels_off(device)
+    except Crashed as error:  # PyTorch's own kernels would fail too
+        raise ConfigError(str(error)) from None
     except RuntimeError as error:
         if required:
             raise ConfigError(f"backend=triton cannot be used here: {error}") from None

@@ -164,6 +164,20 @@ def test_a_gpu_that_is_too_old_is_refused_in_words(monkeypatch, arch):
     assert device_module.Device(True, 20, 232_448, arch=110).lacks is None
 
 
+def test_after_a_crash_it_says_how_to_run_without_the_family(monkeypatch):
+    """Other families would be tried in vain: CUDA answers every call with an error."""
+    hopper = device_module.Device(True, 132, 232_448, hopper=True, arch=90)
+    monkeypatch.setattr(device_module, "_INTERPRETER", hopper)
+    tried = []
+    monkeypatch.setattr(canary, "wrong", lambda *given: tried.append(given) or "illegal access")
+    monkeypatch.setattr(canary, "_lost", lambda device: True)
+    with pytest.raises(canary.Crashed, match=r"Hopper GPUs crash with Triton \d.*illegal access"):
+        canary.kernels_off(CPU)
+    assert len(tried) == 1 and switched_off() == {}
+    with pytest.raises(canary.Crashed, match="TRITON_KERNELS_OFF=hopper runs without them"):
+        canary.kernels_off(CPU)
+
+
 def test_families_named_in_the_environment_are_off(monkeypatch):
     monkeypatch.setenv("TRITON_KERNELS_OFF", "tma")
     assert not describe(CPU).tma
@@ -185,6 +199,15 @@ class TestBackend:
     @pytest.fixture(autouse=True)
     def without_a_gpu(self, monkeypatch):
         monkeypatch.setattr(backend, "settle_compiler", lambda device: None)
+
+    @pytest.mark.parametrize("name", ["auto", "triton"])
+    def test_after_a_crash_there_is_no_backend(self, monkeypatch, name):
+        def crash(device):
+            raise canary.Crashed("kernels crash")
+
+        monkeypatch.setattr(backend, "kernels_off", crash)
+        with pytest.raises(ConfigError, match="^kernels crash$"):
+            backend.choose_backend(name, "tf32", GPU)
 
     def test_what_is_off_is_logged_once_a_choice(self, monkeypatch, caplog):
         monkeypatch.setattr(backend, "kernels_off", lambda device: ["these are off: why; cost"])
