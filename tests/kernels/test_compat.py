@@ -1,5 +1,6 @@
 """Kernels in Gluon depend on the version of Triton in one file, and on having it at all in none."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from triton.backends.nvidia import compiler
 
 import triton_kernels
+from triton_kernels.runtime.device import describe
 from triton_kernels.runtime.ptxas import prefer_older_ptxas
 
 ROOT = Path(triton_kernels.__file__).parent
@@ -68,3 +71,32 @@ def test_an_assembler_that_somebody_chose_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "get_ptxas", lambda arch: tool)
     prefer_older_ptxas()
     assert os.environ["TRITON_PTXAS_BLACKWELL_PATH"] == "/usr/bin/ptxas"
+
+
+def test_views_begin_at_their_items():
+    """In the machine code of whichever Triton is there: they did elsewhere with 3.9."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.views_kernel"],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT.parent,
+        timeout=240,
+    )
+    found = json.loads(done.stdout.splitlines()[0]) if done.returncode == 0 else done.stderr
+    assert found and all(found.values()), found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("items", [1, 2, 4])
+def test_views_on_a_gpu(items, device):
+    from .views_kernel import CHANNELS, COUNT, PLACES, ROWS, copy_view
+
+    if not describe(device).hopper:
+        pytest.skip("views that overlap are of kernels for Hopper GPUs")
+    x = torch.randn((COUNT, ROWS, CHANNELS), device=device).bfloat16()
+    for place in PLACES:
+        for known in (None, place):
+            y = torch.full((items, ROWS, CHANNELS), float("nan"), device=device).bfloat16()
+            copy_view[(1,)](x, y, place, known, items, COUNT, ROWS, CHANNELS)
+            assert torch.equal(y, x[place : place + items]), (place, known)

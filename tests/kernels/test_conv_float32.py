@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
-from triton_kernels.conv.plain import fp16_split
+from triton_kernels.conv.plain import fp16_split, im2col_wgrad
 from triton_kernels.conv.plain import gather as conv_gather
 from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
 from triton_kernels.conv.plain import tma as conv_tma
+from triton_kernels.conv.weight_grad import weight_grad_spec
+from triton_kernels.runtime.device import describe
 
 from .conv_cases import (
     ROUNDING,
@@ -18,6 +21,7 @@ from .conv_cases import (
     check_each,
     make,
     make_scaled,
+    padding_of,
     poison,  # noqa: F401  a fixture for the tests here
     references,
     relative,
@@ -111,6 +115,28 @@ def test_linear_layers_in_chunks(config, device, monkeypatch):
         assert relative(got, right) <= 2 * relative(other, right) + ROUNDING["fp32"]
 
 
+COLUMNS = {
+    "stem": Shape(2, 5, 6, 3, 36),
+    "2x4 filter, padding beyond it": Shape(2, 3, 5, 7, 40, (2, 4), padding=(4, 3)),
+    "stride 2": Shape(3, 6, 7, 5, 32, stride=2, padding=1),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns(name, device):
+    """What `unfold` gives, in the order of the filters, with zeros behind it."""
+    shape = COLUMNS[name]
+    x, weight, _, dy = make(shape, torch.float32, device)
+    padding = padding_of(shape)
+    got = im2col_wgrad.to_columns(x, dy, weight, shape.stride, padding)
+    patches = F.unfold(x.permute(0, 3, 1, 2), shape.kernel, 1, padding, shape.stride)
+    taps = shape.kernel[0] * shape.kernel[1]
+    patches = patches.view(shape.n, shape.ci, taps, -1).permute(0, 3, 2, 1).flatten(2)
+    width = taps * shape.ci
+    assert torch.equal(got.view(shape.n, -1, got.shape[3])[..., :width], patches)
+    assert not got[..., width:].any() and got.shape[3] < width + 4
+
+
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of inf - inf
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("parts", [1, 2])
@@ -153,6 +179,27 @@ def test_halves(of_x, of_dy, spread, parts, device):
     finite = exact.isfinite()
     assert finite.sum() == x.numel() * 7 - 7 - 72
     assert ((got - exact).abs() <= budget)[finite].all()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("name", [*COLUMNS, "64x64"])
+def test_weight_gradient_of_columns(name, device, monkeypatch):
+    shape = {**COLUMNS, "64x64": Shape(33, 64, 64, 3, 64)}[name]
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(im2col_wgrad, "_FEWEST_PIXELS", 0)
+    data = make(shape, torch.float32, device)
+    x, weight, _, dy = data
+    spec = weight_grad_spec(x, dy, weight, shape.stride, padding_of(shape), "ieee")
+    if reason := im2col_wgrad.refuse(spec, describe(device)):
+        pytest.skip(reason)
+    exact, low = (results[2] for results in references(shape, *data))
+    first = conv._conv2d_wgrad(x, dy, weight, shape.stride, padding_of(shape), False)
+    budget = 2 * relative(low, exact) + ROUNDING["fp32"] + 2**-24 * (dy[..., 0].numel()) ** 0.5
+    assert relative(first, exact) <= budget
+    for _ in range(10):
+        again = conv._conv2d_wgrad(x, dy, weight, shape.stride, padding_of(shape), False)
+        assert torch.equal(again, first)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of inf * 0

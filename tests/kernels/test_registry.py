@@ -325,7 +325,7 @@ def test_float32_weight_gradients_are_told_by_their_kernel():
     assert can == {"mma_wgrad", "pointwise_wgrad", "gather_wgrad"}
     stem = dataclasses.replace(wide, n=128, k=3, filters=(128, 3))
     can = {k.name for k in WEIGHT_GRAD.kernels if k.refuse(stem, HOPPER) is None}
-    assert can == {"gather_wgrad"}
+    assert can == {"im2col_wgrad", "gather_wgrad"}
 
 
 class TestSelect:

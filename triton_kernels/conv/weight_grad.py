@@ -18,6 +18,7 @@ from .configs import SplitKernel, WgradOperands, kernel_of_tile
 from .hopper import fp16_split_wgrad, mma_wgrad, row_wgrad
 from .plain import (
     gather,
+    im2col_wgrad,
     pointer_wgrad,
     pointwise_wgrad,
     tma_stride,
@@ -36,6 +37,7 @@ WEIGHT_GRAD = Op(
         pointwise_wgrad.WEIGHT_GRAD,
         mma_wgrad.WEIGHT_GRAD,
         fp16_split_wgrad.WEIGHT_GRAD,
+        im2col_wgrad.WEIGHT_GRAD,
         gather.WEIGHT_GRAD,
     ),
 )

@@ -53,39 +53,47 @@ def _load_samples(
 ):  # fmt: skip
     """A block of channels, and the block `second` channels behind it if there are two parts."""
     WIDTH: gl.constexpr = x_desc.block_type.shape[2]
+    BOX: gl.constexpr = [TOGETHER, SAMPLES, WIDTH]
+    SLOT: gl.constexpr = PARTS * TIMES * SAMPLES // 8  # chunks
     bar = x_full.index(slot)
     mbarrier.expect(bar, PARTS * TIMES * SAMPLES * 128)
     for part in gl.static_range(PARTS):
         for j in gl.static_range(TIMES // TOGETHER):
-            row = (slot * PARTS + part) * TIMES + _row(j * TOGETHER, TIMES, STRIDE)
-            chunk = row * SAMPLES // 8
-            buf = view_from(x_bufs, chunk, [TOGETHER, SAMPLES, WIDTH], x_desc.layout)
+            buf = view_from(
+                x_bufs, slot * SLOT, BOX, x_desc.layout,
+                (part * TIMES + _row(j * TOGETHER, TIMES, STRIDE)) * SAMPLES // 8, SLOT,
+            )  # fmt: skip
             at = [t + j * TOGETHER, n, block * WIDTH + part * second]
             tma_load(x_desc, at, bar, buf)
 
 
 @gluon.jit
-def _positions(x_bufs, chunk, P: gl.constexpr, WIDTH: gl.constexpr):
-    """P rows from a chunk on, as the right operand of a product."""
+def _positions(
+    x_bufs, chunk, second: gl.constexpr, P: gl.constexpr, WIDTH: gl.constexpr, ROW: gl.constexpr
+):
+    """P rows from chunk `chunk` + second on, as the right operand of a product."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, x_bufs.dtype.primitive_bitwidth)
-    return view_from(x_bufs, chunk, [P, WIDTH], MATRIX).permute((1, 0))
+    return view_from(x_bufs, chunk, [P, WIDTH], MATRIX, second, ROW).permute((1, 0))
 
 
 @gluon.jit
 def _multiply_tap(
-    acc, w_bufs, x_bufs, tile, chunk, second,
-    P: gl.constexpr, WIDTH: gl.constexpr, SPLIT: gl.constexpr, LAYOUT: gl.constexpr,
+    acc, w_bufs, x_bufs, tile, chunk, second: gl.constexpr,
+    P: gl.constexpr, WIDTH: gl.constexpr, ROW: gl.constexpr, SPLIT: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The product of a filter [64, WIDTH] with P positions from a chunk on, not waited for. SPLIT:
-    of float32, as three of TF32, where smaller halves of the positions are `second` chunks on."""
+    """The product of a filter [64, WIDTH] with P positions from a chunk on, which is a multiple of
+    ROW, not waited for. SPLIT: of float32, as three of TF32, where smaller halves of the positions
+    are `second` chunks on."""
     w = w_bufs.index(tile)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, w.dtype.primitive_bitwidth)
     w = reinterpret(w, w.dtype, [64, WIDTH], MATRIX)
-    x = _positions(x_bufs, chunk, P, WIDTH)
+    x = _positions(x_bufs, chunk, 0, P, WIDTH, ROW)
     if SPLIT:
         big, small = split_to_tf32(w.load(gl.DotOperandLayout(0, LAYOUT, 1)))
         acc = warpgroup_mma(small, x, acc, is_async=True)
-        acc = warpgroup_mma(big, _positions(x_bufs, chunk + second, P, WIDTH), acc, is_async=True)
+        small_x = _positions(x_bufs, chunk, second, P, WIDTH, ROW)
+        acc = warpgroup_mma(big, small_x, acc, is_async=True)
         acc = warpgroup_mma(big, x, acc, is_async=True)
         return warpgroup_mma_wait(3, deps=(acc,))  # the tap before is done with its registers
     else:
@@ -182,12 +190,12 @@ def conv1d_whole_kernel(
                 row = _row(i, TIMES, STRIDE)
             acc = _multiply_tap(
                 acc, w_bufs, x_bufs, slot * TILES + i, chunk + row * ROW, SECOND,
-                P, WIDTH, SPLIT, LAYOUT,
+                P, WIDTH, ROW, SPLIT, LAYOUT,
             )  # fmt: skip
         if side_ptr is not None:
             side = _multiply_tap(
                 side, w_bufs, x_bufs, slot * TILES + TAPS, chunk + BEFORE * ROW, SECOND,
-                P, WIDTH, SPLIT, LAYOUT,
+                P, WIDTH, ROW, SPLIT, LAYOUT,
             )  # fmt: skip
             side = warpgroup_mma_wait(0, deps=(side,))
         acc = warpgroup_mma_wait(0, deps=(acc,))

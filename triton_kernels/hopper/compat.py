@@ -64,42 +64,82 @@ def _as_value(x):
 
 
 # Views of shared memory that overlap, as what the taps of a filter see does. A view is as large as
-# many items of its buffer and begins at any of them, and to the compiler is an item, reinterpreted.
-# From 3.8 on it wants to be shown that this is no larger than the item. A layout can say so: with
-# bases that are zero an item is laid out over as much memory as the view, though the step from one
-# to the next stays its size. 3.8 wants the sizes of whole buffers to be equal as well, so there the
-# buffer too says more than it takes. The code that comes out is that of 3.7. (What Triton calls a
-# builtin is no part of a kernel's hash: whoever changes what these two do renames them.)
-_CHECKED = hasattr(hopper.tma, "async_load")  # from 3.8 on
-_EXACT = _CHECKED and not hasattr(_Buffer, "reinterpret")  # 3.8 alone
+# many items of its buffer and begins at any of them.
+#
+# Up to 3.7 it is an item, reinterpreted. From 3.8 on that may not be larger than the item. In 3.8 a
+# layout can say that an item is large: with bases that are zero it is laid out over as much memory
+# as the view, though the step from one item to the next stays its size. The sizes of whole buffers
+# have to be equal as well, so the buffer too says more than it takes. In 3.9 the step would grow
+# with the layout. There the view is a slice of items, which begins at a constant: that of each
+# place where it can begin, of which one is chosen.
+_SLICES = hasattr(_Buffer, "reinterpret")  # from 3.9 on
+_ZERO_BASES = hasattr(hopper.tma, "async_load") and not _SLICES  # 3.8
+VIEWS_ARE_SLICES = gl.constexpr(_SLICES)
 _REPEATS = 256  # items that a view has at most, if the whole buffer is declared so
 
 
+# (What Triton calls a builtin is no part of a kernel's hash: whoever changes what one does renames
+# it.)
 @builtin
 def allocate_for_views(dtype, shape, layout, _semantic=None):
     """Shared memory of shape[0] items of which `view_from` takes views; its shape may say more."""
     items, *item = _numbers(shape)
-    if not _EXACT:
+    if not _ZERO_BASES:
         return gl.allocate_shared_memory(dtype, [items, *item], layout, _semantic=_semantic)
     declared = _spread(prod(item), _REPEATS)
     buffer = gl.allocate_shared_memory(dtype, [items, prod(item)], declared, _semantic=_semantic)
     return reinterpret(buffer, dtype, [items * _REPEATS, *item], layout, _semantic=_semantic)
 
 
+@gluon.jit
+def view_from(
+    buffer, first, shape: gl.constexpr, layout: gl.constexpr,
+    more: gl.constexpr = 0, step: gl.constexpr = 1,
+):  # fmt: skip
+    """The memory from a buffer's item `first` + more on, seen with another shape and layout.
+    `first` is a multiple of step: with 3.9 there is a comparison for each multiple."""
+    ITEMS: gl.constexpr = items_of_view(buffer.shape, shape)
+    if not VIEWS_ARE_SLICES or ITEMS <= 1:
+        return _view_of_item(buffer, first + more, shape, layout)
+    else:
+        view = _view_of_slice(buffer, more, ITEMS, shape, layout)
+        for i in gl.static_range(1, (buffer.shape[0] - ITEMS - more) // step + 1):
+            if first == i * step:
+                view = _view_of_slice(buffer, i * step + more, ITEMS, shape, layout)
+        return view
+
+
 @builtin
-def view_from(buffer, item, shape, layout, _semantic=None):
-    """The memory from a buffer's `item`-th item on, seen with another shape and layout."""
+def _view_of_item(buffer, item, shape, layout, _semantic=None):
     count, *inner = _numbers(buffer.shape)
     size = prod(inner)
     shape = _numbers(shape)
     items = prod(shape) // size
-    if _CHECKED and items > 1:
+    if _ZERO_BASES and items > 1:
         spread = _spread(size, items)
         buffer = reinterpret(
             buffer, buffer.dtype, [count // items, size], spread, _semantic=_semantic
         )
     start = buffer.index(item, _semantic=_semantic)
     return reinterpret(start, buffer.dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.jit
+def _view_of_slice(
+    buffer, first: gl.constexpr, items: gl.constexpr, shape: gl.constexpr, layout: gl.constexpr
+):
+    return reinterpret(buffer.slice(first, items), buffer.dtype, shape, layout)
+
+
+@gluon.constexpr_function
+def items_of_view(buffer, view):
+    """Of a buffer of this shape, in a view of that one; 0: the view is a part of one."""
+    size = 1
+    for length in view:
+        size *= length
+    for length in buffer[1:]:
+        size //= length
+    return size
 
 
 def _numbers(shape):

@@ -38,7 +38,7 @@ def _load_part(
     at = place_in_rows(n, h0, 0, co0, IMAGES)
     tma_load(dy_desc, at, bar, dy_bufs.index(place))
     for j in gl.static_range(ROWS + 2):
-        row = row_from(x_bufs, place * part_chunks(W), j, W, IMAGES)
+        row = row_from(x_bufs, place * part_chunks(W), j, W, part_chunks(W), IMAGES)
         tma_load(x_desc, place_in_rows(n, h0 + j - 1, 0, ci0, IMAGES), bar, row)
 
 
@@ -73,7 +73,7 @@ def _pixels(
     pixels = reinterpret(x_bufs, x_bufs.dtype, [x_bufs.shape[0] * 8, 64], FLAT)
     place = part * (part_chunks(W) * 8) + (start // W + R) * (W + 8) + 8 + start % W
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    return view_from(pixels, place + (s - 1) * IMAGES, [STEP, 64], MATRIX)
+    return view_from(pixels, place, [STEP, 64], MATRIX, (s - 1) * IMAGES)
 
 
 @gluon.jit

@@ -96,7 +96,8 @@ def _fits(tile: MmaWgrad, precision: str, gpu: Device) -> bool:
     return in_registers and tile.programs * (fetched + 2048) <= gpu.shared_memory
 
 
-def _splits(spec: ConvSpec, gpu: Device, tile: MmaWgrad) -> int:
+def splits_of(spec: ConvSpec, gpu: Device, tile: MmaWgrad) -> int:
+    """Parts that the sum over pixels is best split into."""
     co, ci = spec.of_filters
     blocks = _blocks(co, ci, spec.taps, tile)
     steps = count_boxes(pixel_box(tile.block_m, *spec.pixels), *spec.pixels)
@@ -148,4 +149,4 @@ def _blocks(co: int, ci: int, taps: int, tile: MmaWgrad) -> int:
     return math.ceil(co / BLOCK) * math.ceil(columns * BLOCK / tile.block_x)
 
 
-WEIGHT_GRAD = split_kernel(MmaWgrad, _refuse, tiles, _splits, launch_mma, work=_work)
+WEIGHT_GRAD = split_kernel(MmaWgrad, _refuse, tiles, splits_of, launch_mma, work=_work)

@@ -23,7 +23,7 @@ from ...hopper.pairs import round_pairs
 from ...hopper.pipeline import new_barriers, new_ring, wait_for
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
-from .row_memory import clear_margins, row_from, row_of_tap, rows_chunks
+from .row_memory import clear_margins, pair_chunks, row_from, row_of_tap, rows_chunks
 
 
 @gluon.jit
@@ -31,6 +31,8 @@ def _load(
     x_desc, w_desc, x, w_bufs, w_full, first, last, tiles_h,
     W: gl.constexpr, IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
+    PAIR: gl.constexpr = pair_chunks(W)
+    CHUNKS: gl.constexpr = rows_chunks(2 * x.SLOTS, W)
     bar = w_full.index(0)
     mbarrier.expect(bar, K_BLOCKS * 9 * 16 * 128)
     for k in gl.static_range(K_BLOCKS):
@@ -50,22 +52,26 @@ def _load(
                 for j in gl.static_range(2):
                     h = h0 - 1 + 2 * i + j
                     at = [n, h, 0, k * 64] if IMAGES == 1 else [h, 0, n * IMAGES, k * 64]
-                    first_chunk = k * rows_chunks(2 * x.SLOTS, W)
-                    row = row_from(x.bufs, first_chunk, slot * 2 + j, W, IMAGES)
+                    row = row_from(x.bufs, slot * PAIR, j, W, PAIR, IMAGES, BEFORE=k * CHUNKS)
                     tma_load(x_desc, at, bar, row)
             place += 1
 
 
 @gluon.jit
 def _multiply_row(
-    acc, x, w_bufs, row, r: gl.constexpr, piece: gl.constexpr, W: gl.constexpr,
+    acc, x, w_bufs, pair, j: gl.constexpr, r: gl.constexpr, piece: gl.constexpr, W: gl.constexpr,
     IMAGES: gl.constexpr, K_BLOCKS: gl.constexpr,
 ):  # fmt: skip
-    """The products of 64 pixels of a row with a row of the filter, begun but not waited for."""
+    """The products of 64 pixels of the j-th row of a pair with a row of the filter, begun but not
+    waited for."""
+    PAIR: gl.constexpr = pair_chunks(W)
+    CHUNKS: gl.constexpr = rows_chunks(2 * x.SLOTS, W)
     for k in gl.static_range(K_BLOCKS):
         for s in gl.static_range(3):
-            first = k * rows_chunks(2 * x.SLOTS, W)
-            pixels = row_of_tap(x.bufs, first, row, piece * 64 + s, W, IMAGES).slice(0, 64)
+            pixels = row_of_tap(
+                x.bufs, pair * PAIR, j, piece * 64 + s, W, PAIR, IMAGES, BEFORE=k * CHUNKS,
+                PIXELS=64,
+            )  # fmt: skip
             w = w_bufs.index(k * 9 + r * 3 + s)
             w = reinterpret(w, w.dtype, [16, 64], gl.NVMMASharedLayout(128, 16)).permute((1, 0))
             acc = warpgroup_mma(pixels, w, acc, use_acc=k + r + s > 0, is_async=True)
@@ -98,8 +104,10 @@ def _multiply(
         for i in gl.static_range(W // 64):
             acc = gl.zeros([64, 16], gl.float32, LAYOUT)
             for r in gl.static_range(3):
-                row = (above if GROUP + r < 2 else below) * 2 + (GROUP + r) % 2
-                acc = _multiply_row(acc, x, w_bufs, row, r, i, W, IMAGES, K_BLOCKS)
+                pair = above if GROUP + r < 2 else below
+                acc = _multiply_row(
+                    acc, x, w_bufs, pair, (GROUP + r) % 2, r, i, W, IMAGES, K_BLOCKS
+                )
             accs = accs + (acc,)
         accs = wait_for(0, accs, W // 64)
         sync_threads()

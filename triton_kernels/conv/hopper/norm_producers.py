@@ -14,7 +14,7 @@ from ...hopper.compat import reinterpret
 from ...hopper.pairs import round_pairs
 from ...runtime.dependent_launch import await_inputs_alone
 from .norm_rows import keep_affine, load_affine, pixels_layout
-from .row_memory import row_from
+from .row_memory import pair_chunks, row_from
 
 _WORDS = gl.constexpr(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
 
@@ -51,11 +51,14 @@ def widen_words(raw, dtype: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def store_row(x_bufs, place, raw, slope, offset, row, h, ACT: gl.constexpr, W: gl.constexpr):
-    """act(x slope + offset) of a row of an image of `h`, to a place in the ring."""
+def store_row(
+    x_bufs, pair, j: gl.constexpr, raw, slope, offset, row, h, ACT: gl.constexpr, W: gl.constexpr
+):
+    """act(x slope + offset) of a row of an image of `h`, to the j-th of a pair in the ring."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_bufs.dtype
-    buf = reinterpret(row_from(x_bufs, 0, place, W), dtype, [W, 64], MATRIX)
+    to = row_from(x_bufs, pair * pair_chunks(W), j, W, pair_chunks(W))
+    buf = reinterpret(to, dtype, [W, 64], MATRIX)
     # outside of the image x is 0, and act(0) is 0
     z0 = gl.where((row >= 0) & (row < h), offset, 0.0)
     a = activate_affine(widen_words(raw, dtype, pixels_layout()), slope[None, :], z0[None, :], ACT)
@@ -108,9 +111,9 @@ def make_rows(
         if FIRST == 0:
             alone = (place == 0) | (place + 1 == total) | (q == 0) | (q == last)
             x.release(place, alone | (q % HALVES != 0))
-        store_row(x.bufs, slot * 2 + FIRST, raw0, slope, offset, 2 * q + row, h, ACT, W)
+        store_row(x.bufs, slot, FIRST, raw0, slope, offset, 2 * q + row, h, ACT, W)
         if COUNT == 2:
-            store_row(x.bufs, slot * 2 + 1, raw1, slope, offset, 2 * q + row + 1, h, ACT, W)
+            store_row(x.bufs, slot, 1, raw1, slope, offset, 2 * q + row + 1, h, ACT, W)
         x.hand_over(place)
         raw0 = raw2
         raw2 = load_row(x_ptr, n2, 2 * q2 + row, h, place + 2 < total, W)

@@ -15,7 +15,7 @@ from ...activations import activate_affine
 from ...hopper.compat import reinterpret
 from ...hopper.pairs import round_pairs, widen_pairs
 from .epilogue import load_table
-from .row_memory import row_from
+from .row_memory import pair_chunks, row_from
 
 
 class Norm(NamedTuple):
@@ -119,18 +119,20 @@ def _of_sums(norm, weights, n, pixels, K: gl.constexpr, CG: gl.constexpr):
 
 @gluon.jit
 def activate_rows(
-    x_bufs, row, slope, offset, inside, EDGE: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr
+    x_bufs, pair, slope, offset, inside, EDGE: gl.constexpr, ACT: gl.constexpr, W: gl.constexpr
 ):
-    """act(x slope + offset) of two rows from `row` on, in their place. The EDGE-th of them is
+    """act(x slope + offset) of a pair of rows, in their place. The EDGE-th of them is
     outside of the image unless `inside`: there x is 0, and act(0) is 0."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_bufs.dtype
     raw = ()
     for j in gl.static_range(2):
-        buf = reinterpret(row_from(x_bufs, 0, row + j, W), dtype, [W, 64], MATRIX)
+        row = row_from(x_bufs, pair * pair_chunks(W), j, W, pair_chunks(W))
+        buf = reinterpret(row, dtype, [W, 64], MATRIX)
         raw = raw + (buf.load(pixels_layout()),)
     for j in gl.static_range(2):
-        buf = reinterpret(row_from(x_bufs, 0, row + j, W), dtype, [W, 64], MATRIX)
+        row = row_from(x_bufs, pair * pair_chunks(W), j, W, pair_chunks(W))
+        buf = reinterpret(row, dtype, [W, 64], MATRIX)
         z0 = gl.where(inside, offset, 0.0) if j == EDGE else offset
         a = activate_affine(widen_pairs(raw[j]), slope[None, :], z0[None, :], ACT)
         buf.store(round_pairs(a, dtype))

@@ -90,7 +90,7 @@ def _moved(x_buf, s: gl.constexpr, W: gl.constexpr):
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pixels = reinterpret(x_buf, x_buf.dtype, [2 * W, 64], FLAT)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    return view_from(pixels, W // 2 + s - 1, [W, 64], MATRIX).permute((1, 0))
+    return view_from(pixels, 0, [W, 64], MATRIX, W // 2 + s - 1).permute((1, 0))
 
 
 @gluon.jit

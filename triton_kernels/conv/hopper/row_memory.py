@@ -22,6 +22,12 @@ def rows_chunks(rows, w, margins=1):
 
 
 @gluon.constexpr_function
+def pair_chunks(w):
+    """From a pair of rows to the next, in chunks of 8 pixels."""
+    return 2 * (w // 8 + 1)
+
+
+@gluon.constexpr_function
 def block_chunks(w, margins=1):
     """Size of a block in chunks of 8 pixels: 256 of a tile, and the rows above and below it."""
     return rows_chunks(256 // w + 2, w, margins)
@@ -52,27 +58,29 @@ def side_from(x_bufs, first, row, right: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def row_from(
-    x_bufs, first, row, W: gl.constexpr, IMAGES: gl.constexpr = 1, MARGINS: gl.constexpr = 1
+    x_bufs, first, row: gl.constexpr, W: gl.constexpr, BLOCK: gl.constexpr,
+    IMAGES: gl.constexpr = 1, MARGINS: gl.constexpr = 1, BEFORE: gl.constexpr = 0,
 ):  # fmt: skip
-    """Where TMA writes a row of the block that begins at chunk `first`: W / IMAGES pixels of each
-    of some images."""
-    chunk = first + row * (W // 8 + MARGINS) + 1
+    """Where TMA writes a row of the block that begins at chunk BEFORE + first, of which `first` is
+    a multiple of BLOCK: W / IMAGES pixels of each of some images."""
     K: gl.constexpr = x_bufs.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16, rank=4)
-    if IMAGES == 1:
-        return view_from(x_bufs, chunk, [1, 1, W, K], LAYOUT)
-    else:
-        return view_from(x_bufs, chunk, [1, W // IMAGES, IMAGES, K], LAYOUT)
+    SHAPE: gl.constexpr = [1, 1, W, K] if IMAGES == 1 else [1, W // IMAGES, IMAGES, K]
+    CHUNK: gl.constexpr = BEFORE + row * (W // 8 + MARGINS) + 1
+    return view_from(x_bufs, first, SHAPE, LAYOUT, CHUNK, BLOCK)
 
 
 @gluon.jit
 def row_of_tap(
-    x_bufs, first, row, s: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr = 1,
-    MARGINS: gl.constexpr = 1,
+    x_bufs, first, row: gl.constexpr, s: gl.constexpr, W: gl.constexpr, BLOCK: gl.constexpr,
+    IMAGES: gl.constexpr = 1, MARGINS: gl.constexpr = 1, BEFORE: gl.constexpr = 0,
+    PIXELS: gl.constexpr = 0,
 ):  # fmt: skip
-    """That row moved by s - 1 pixels of each of its images, [W, K]."""
+    """That row moved by s - 1 pixels of each of its images, [W, K], or of it PIXELS pixels."""
     K: gl.constexpr = x_bufs.shape[2]
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pixels = reinterpret(x_bufs, x_bufs.dtype, [x_bufs.shape[0] * 8, K], FLAT)
-    pixel = first * 8 + row * (W + 8 * MARGINS) + 8 + (s - 1) * IMAGES
-    return view_from(pixels, pixel, [W, K], gl.NVMMASharedLayout(2 * K, 16))
+    SHAPE: gl.constexpr = [PIXELS if PIXELS else W, K]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
+    PIXEL: gl.constexpr = BEFORE * 8 + row * (W + 8 * MARGINS) + 8 + (s - 1) * IMAGES
+    return view_from(pixels, first * 8, SHAPE, LAYOUT, PIXEL, BLOCK * 8)

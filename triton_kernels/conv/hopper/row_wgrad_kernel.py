@@ -64,9 +64,10 @@ class Rows:
         BYTES: gl.constexpr = (ROWS + 2) * (W + BESIDE) * 2 * x_bufs.shape[2] + 256 * 128
         stage, bar = ring.acquire(place, BYTES)
         tma_load(gradient.dy_desc, place_in_rows(n, h0, w0, co0, IMAGES), bar, dy_bufs.index(stage))
-        first_chunk = stage * block_chunks(W, MARGINS)
+        BLOCK: gl.constexpr = block_chunks(W, MARGINS)
+        first_chunk = stage * BLOCK
         for j in gl.static_range(ROWS + 2):
-            row = row_from(x_bufs, first_chunk, j, W, IMAGES, MARGINS)
+            row = row_from(x_bufs, first_chunk, j, W, BLOCK, IMAGES, MARGINS)
             tma_load(gradient.x_desc, place_in_rows(n, h0 + j - 1, w0, ci0, IMAGES), bar, row)
             if self.COLUMNS > 1:
                 left = side_from(x_bufs, first_chunk, j, 0, W)
@@ -85,8 +86,10 @@ class Rows:
     @gluon.jit
     def x(self, R: gl.constexpr, ring, stage, row: gl.constexpr, s: gl.constexpr):
         MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
-        first_chunk = stage * block_chunks(self.W, MARGINS)
-        return row_of_tap(ring.bufs[0], first_chunk, row + R, s, self.W, self.IMAGES, MARGINS)
+        BLOCK: gl.constexpr = block_chunks(self.W, MARGINS)
+        return row_of_tap(
+            ring.bufs[0], stage * BLOCK, row + R, s, self.W, BLOCK, self.IMAGES, MARGINS
+        )
 
     @gluon.jit
     def first_row(self, R: gl.constexpr, sums):

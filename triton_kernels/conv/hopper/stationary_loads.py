@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...hopper.compat import reinterpret, tma_load
 from ...runtime.dependent_launch import await_inputs_alone
-from .row_memory import row_from
+from .row_memory import pair_chunks, row_from
 
 # --- what the parts of a program share ------------------------------------------------------------
 
@@ -126,7 +126,8 @@ def load_rows(
                 x.release(place, (i < ROWS // 2) | ends)
                 for j in gl.static_range(2):
                     at = [n, h0 - 1 + 2 * i + j, 0, 0]
-                    row = row_from(x.bufs, 0, slot * 2 + j, W)
+                    first = slot * pair_chunks(W)
+                    row = row_from(x.bufs, first, j, W, pair_chunks(W))
                     tma_load(x_desc, at, bar, row)
                 place += 1
             if index == 0:  # the first products need only those of the first row

@@ -42,7 +42,7 @@ from .epilogue import load_bias, load_table
 from .epilogue_avg_pool import means_of_two_rows, store_means
 from .norm_producers import make_rows
 from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
-from .row_memory import clear_margins, row_of_tap, rows_chunks
+from .row_memory import clear_margins, pair_chunks, row_of_tap, rows_chunks
 from .stationary_loads import FilterDescs, Filters, Work, load_beside, load_rows
 
 
@@ -177,15 +177,15 @@ def _multiply(
                 if x.SLOTS < 2 * (HALVES + 1):
                     # those in front have to be there, or odd rounds would be taken for even ones
                     turns.wait(GROUP, phase)
-                row = x.wait(place) * 2
-                activate_rows(x.bufs, row, slope, offset, h0 > 0, 0, ACT, W)
+                pair = x.wait(place)
+                activate_rows(x.bufs, pair, slope, offset, h0 > 0, 0, ACT, W)
             below = h0 + ROWS < tiles_h * ROWS
             for i in gl.static_range(1, HALVES + 1):
-                row = x.wait(place + i) * 2
+                pair = x.wait(place + i)
                 if i < HALVES:
-                    activate_rows(x.bufs, row, slope, offset, True, -1, ACT, W)
+                    activate_rows(x.bufs, pair, slope, offset, True, -1, ACT, W)
                 else:
-                    activate_rows(x.bufs, row, slope, offset, below, 1, ACT, W)
+                    activate_rows(x.bufs, pair, slope, offset, below, 1, ACT, W)
             fence_async_shared()
             sync_threads()
         accs = ()
@@ -216,7 +216,8 @@ def _multiply(
                     turns.give(GROUP)
                 out = ()
                 for j in gl.static_range(ROWS):
-                    row = row_of_tap(x.bufs, 0, pairs[(j + r) // 2] * 2 + (j + r) % 2, s, W)
+                    first = pairs[(j + r) // 2] * pair_chunks(W)
+                    row = row_of_tap(x.bufs, first, (j + r) % 2, s, W, pair_chunks(W))
                     out = out + (warpgroup_mma(w, row.permute((1, 0)), accs[j], is_async=True),)
                 accs = out
                 # filters of AHEAD + 1 taps are in registers

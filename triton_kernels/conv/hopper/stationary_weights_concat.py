@@ -24,7 +24,7 @@ from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .epilogue import load_bias
 from .norm_producers import load_row, store_row
 from .norm_rows import Norm, keep_affine, load_affine, new_affine
-from .row_memory import clear_margins, row_of_tap, rows_chunks
+from .row_memory import clear_margins, pair_chunks, row_of_tap, rows_chunks
 from .stationary_loads import Work
 from .stationary_weights import sums_of_rows
 
@@ -46,7 +46,7 @@ def _make_row(
 ):  # fmt: skip
     slope, offset = load_affine(norm, 2 * HALF + FIRST)
     slot, _ = x.acquire(place)
-    store_row(x.bufs, slot * 2 + FIRST, raw, slope, offset, 2 * q - 1 + FIRST, h, ACT, W)
+    store_row(x.bufs, slot, FIRST, raw, slope, offset, 2 * q - 1 + FIRST, h, ACT, W)
     x.hand_over(place)
 
 
@@ -123,7 +123,8 @@ def _multiply(
                 out = ()
                 for j in gl.static_range(2):
                     pair = upper if j + r % 3 < 2 else lower
-                    row = row_of_tap(x.bufs, 0, pair * 2 + (j + r % 3) % 2, s, W)
+                    first = pair * pair_chunks(W)
+                    row = row_of_tap(x.bufs, first, (j + r % 3) % 2, s, W, pair_chunks(W))
                     row = row.permute((1, 0))
                     out = out + (warpgroup_mma(w, row, accs[j], is_async=True),)
                 accs = out

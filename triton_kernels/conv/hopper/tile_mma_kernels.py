@@ -60,7 +60,7 @@ class _Products:
                     slot = stage * 3
                 else:
                     slot = blocks.w.wait(step)
-                acc = blocks.multiply_tap(acc, stage * blocks.CHUNKS, slot, False)
+                acc = blocks.multiply_tap(acc, stage, 0, slot, False)
                 acc = warpgroup_mma_wait(1, deps=(acc,))
                 sync_threads()
                 if blocks.w is not None:
@@ -89,8 +89,7 @@ def _wait_for_slot(blocks, block, HALO: gl.constexpr, FILTERS: gl.constexpr):
 def _load_pixels(x_desc, blocks, tiles, stage, bar, n0, h0, w0, k0, HALO: gl.constexpr):
     """These rows, to their slot."""
     for j in gl.static_range((tiles.ROWS + 2 * HALO) // 2):
-        chunk = stage * blocks.CHUNKS + j * (blocks.WIDTH // 4)
-        to = pixels_from(blocks.x.bufs, chunk, [2, tiles.IMAGES, tiles.W, 64])
+        to = pixels_from(blocks, stage, j * (blocks.WIDTH // 4), [2, tiles.IMAGES, tiles.W, 64])
         tma_load(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
 
 
@@ -121,7 +120,7 @@ def _load_beside(beside, blocks, tiles, block, n0, h0, w0, c0):
     """The second of two tensors beside a tile, to the next slot."""
     stage, bar = blocks.x.acquire(block, blocks.PIXELS * 128)
     BOX: gl.constexpr = [tiles.ROWS, tiles.IMAGES, tiles.W, 64]
-    to = pixels_from(blocks.x.bufs, stage * blocks.CHUNKS, BOX)
+    to = pixels_from(blocks, stage, 0, BOX)
     tma_load(beside.desc2, [h0, n0, w0, c0 - beside.border], bar, to)
     return block + 1
 

@@ -23,11 +23,13 @@ def block_chunks(pixels, width):
 
 
 @gluon.jit
-def pixels_from(x_bufs, chunk, shape: gl.constexpr):
-    """Pixels from a chunk on, in a shape whose last size is that of 128 bytes."""
+def pixels_from(blocks, stage, chunk: gl.constexpr, shape: gl.constexpr):
+    """Pixels from a chunk of a block on, in a shape whose last size is that of 128 bytes."""
+    x_bufs = blocks.x.bufs
     BITS: gl.constexpr = x_bufs.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, rank=len(shape))
-    return view_from(x_bufs, chunk, shape, LAYOUT)
+    CHUNKS: gl.constexpr = blocks.CHUNKS
+    return view_from(x_bufs, stage * CHUNKS, shape, LAYOUT, chunk, CHUNKS)
 
 
 @gluon.jit
@@ -108,7 +110,7 @@ class Blocks:
         tma_load(w_desc, [tap, row, column], bar, self.w_bufs.index(slot))
 
     @gluon.jit
-    def multiply_tap(self, acc, chunk, slot, DGRAD: gl.constexpr):
+    def multiply_tap(self, acc, stage, chunk: gl.constexpr, slot, DGRAD: gl.constexpr):
         """The product of a filter with the tile, begun but not waited for."""
         BITS: gl.constexpr = self.w_bufs.dtype.primitive_bitwidth
         CHANNELS: gl.constexpr = 1024 // BITS
@@ -116,7 +118,7 @@ class Blocks:
         w = reinterpret(w, w.dtype, [64, CHANNELS], gl.NVMMASharedLayout(128, BITS))
         if DGRAD:
             w = w.permute((1, 0))
-        x = pixels_from(self.x.bufs, chunk, [self.PIXELS, CHANNELS]).permute((1, 0))
+        x = pixels_from(self, stage, chunk, [self.PIXELS, CHANNELS]).permute((1, 0))
         return warpgroup_mma(w, x, acc, is_async=True)
 
     @gluon.jit
@@ -124,16 +126,16 @@ class Blocks:
         """The products of `count` blocks with TAPS filters each. The last ones are still under way
         at the end, and what they read is not given back; see `finish`. `later`: those of a block
         before these are still under way."""
+        ROW: gl.constexpr = self.WIDTH // 8
         for j in range(count):
             stage = self.x.wait(block)
             for r in gl.static_range(TAPS):
                 if self.w is None:
-                    chunk = stage * self.CHUNKS + r * (self.WIDTH // 8)
-                    acc = self.multiply_tap(acc, chunk, stage * self.FILTERS + r, self.DGRAD)
+                    slot = stage * self.FILTERS + r
+                    acc = self.multiply_tap(acc, stage, r * ROW, slot, self.DGRAD)
                 else:
                     slot = self.w.wait(step)
-                    chunk = stage * self.CHUNKS + r * (self.WIDTH // 8)
-                    acc = self.multiply_tap(acc, chunk, slot, self.DGRAD)
+                    acc = self.multiply_tap(acc, stage, r * ROW, slot, self.DGRAD)
                     acc = warpgroup_mma_wait(1, deps=(acc,))  # the tap before is done
                     sync_threads()
                     begun = j + r > 0

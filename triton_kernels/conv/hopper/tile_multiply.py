@@ -164,8 +164,7 @@ def multiply_tiles(
             if HAS_BESIDE:
                 read = by_image(widen_pairs(buf.load(PART)), IMAGES, W)
             if BOTH:
-                chunk = slot * blocks.CHUNKS + j * (PIECE // 8)
-                other = pixels_from(blocks.x.bufs, chunk, [PIECE, 64]).permute((1, 0))
+                other = pixels_from(blocks, slot, j * (PIECE // 8), [PIECE, 64]).permute((1, 0))
                 read += by_image(widen_pairs(other.load(PART)), IMAGES, W)
             if dropout.kept_ptr is not None:
                 pixel = _pixels_of_piece(

@@ -34,6 +34,7 @@ def _load(x_desc, w_desc, blocks, tiles, K):
     PAIRS: gl.constexpr = tiles.ROWS // 2 + 1
     CHANNELS: gl.constexpr = 1024 // x_desc.dtype.primitive_bitwidth
     BYTES: gl.constexpr = (blocks.CHUNKS * 8 + blocks.FILTERS * 64) * 128
+    BOX: gl.constexpr = [2, tiles.IMAGES, tiles.W, CHANNELS]
     block = 0
     step = 0
     for i in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
@@ -43,8 +44,7 @@ def _load(x_desc, w_desc, blocks, tiles, K):
             for s in gl.static_range(3):
                 stage, bar = blocks.x.acquire(block, BYTES)
                 for j in gl.static_range(PAIRS):
-                    chunk = stage * blocks.CHUNKS + j * (blocks.WIDTH // 4)
-                    rows = pixels_from(blocks.x.bufs, chunk, [2, tiles.IMAGES, tiles.W, CHANNELS])
+                    rows = pixels_from(blocks, stage, j * (blocks.WIDTH // 4), BOX)
                     at = [h0 + 2 * j - 1, n, s - 1, k0]
                     tma_load(x_desc, at, bar, rows)
                 block += 1

@@ -51,12 +51,11 @@ def _copy_rows(
 ):
     """The rows of a tile, and with MORE the next one too."""
     WIDTH: gl.constexpr = blocks.WIDTH
-    chunk = stage * blocks.CHUNKS
-    to = pixels_from(blocks.x.bufs, chunk, [tiles.ROWS, 1, tiles.IMAGES, tiles.W, 64])
+    to = pixels_from(blocks, stage, 0, [tiles.ROWS, 1, tiles.IMAGES, tiles.W, 64])
     tma_load(desc, [row, parity, n0, column, k], bar, to)
     if MORE:
-        below = chunk + tiles.ROWS * WIDTH // 8
-        to = pixels_from(blocks.x.bufs, below, [1, 1, tiles.IMAGES, tiles.W, 64])
+        BELOW: gl.constexpr = tiles.ROWS * WIDTH // 8
+        to = pixels_from(blocks, stage, BELOW, [1, 1, tiles.IMAGES, tiles.W, 64])
         tma_load(row_desc, [row + tiles.ROWS, parity, n0, column, k], bar, to)
 
 
