@@ -250,15 +250,40 @@ def _casts() -> bool:
 
 @contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Behind the block attributes are what they were: a module may keep tensors from call to call,
-    and those of a recording have no numbers."""
+    """Behind the block attributes, and what is in their dicts and lists, are what they were: a
+    module may keep tensors from call to call, and those of a recording have no numbers."""
     before = [(part, dict(vars(part))) for part in module.modules()]
+    inside: dict[int, tuple] = {}
+    for _, attributes in before:
+        _note_containers(attributes, inside)
     try:
         yield
     finally:
         for part, attributes in before:
             vars(part).clear()
             vars(part).update(attributes)
+        for x, was in inside.values():
+            if isinstance(x, dict) and not _same(list(x.items()), list(was.items())):
+                x.clear()
+                x.update(was)
+            elif isinstance(x, list) and not _same(x, was):
+                x[:] = was
+
+
+def _same(a: list, b: list) -> bool:
+    """Whether the same objects are in both."""
+    a, b = (
+        [id(y) for x in given for y in (x if isinstance(x, tuple) else (x,))] for given in (a, b)
+    )
+    return a == b
+
+
+def _note_containers(x: dict | list, found: dict[int, tuple]) -> None:
+    """The dicts and lists in it, and in these, with copies, by their ids."""
+    for y in list(x.values() if isinstance(x, dict) else x):
+        if isinstance(y, dict | list) and id(y) not in found:
+            found[id(y)] = y, dict(y) if isinstance(y, dict) else list(y)
+            _note_containers(y, found)
 
 
 class _Shapes:

@@ -225,6 +225,30 @@ def test_a_hook_that_keeps_what_it_gets_is_refused(nets):
     assert fast(x) is kept[0]
 
 
+class Kept(nn.Module):
+    """Which keeps tables by size, and what it has computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.tables, self.log = nn.Conv2d(3, 3, 1), {"of": {}}, [1]
+
+    def forward(self, x):
+        n, tables = x.shape[-1], self.tables["of"]
+        if n not in tables:
+            tables[n] = torch.arange(n, device=x.device, dtype=x.dtype)
+        self.log.append(x)
+        return self.layer(x) * tables[n]
+
+
+def test_what_a_module_keeps_in_dicts_and_lists_is_not_the_recordings():
+    module = Kept()
+    fast, x = accelerate(module), torch.randn(2, 3, 4, 4)
+    y = fast(x)
+    assert module.tables == {"of": {}} and module.log == [1]
+    torch.testing.assert_close(y, module(x))
+    torch.testing.assert_close(fast(x[:1]), y[:1])
+
+
 def test_a_module_of_torchscript_is_refused():
     net = nn.Sequential(nn.Conv2d(3, 4, 1), torch.jit.script(nn.Conv2d(4, 3, 3)))
     with pytest.raises(PlanError, match=r"a module of TorchScript.*\(1\)"):
