@@ -56,7 +56,6 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("conv_single_tile_kernel", "", "conv fwd"),
         ("_sum_parts_kernel", "", "norm"),
         ("norm_single_cta_kernel", "", "norm"),
-        ("_resample_parts_kernel", "", "resample"),
         ("_begin_step_kernel", "", "elementwise"),
         ("unheard_of", "", "other"),
     ],

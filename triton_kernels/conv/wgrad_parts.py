@@ -24,33 +24,37 @@ def channels_of(ci: Sequence[int], co: Sequence[int]) -> list[int]:
 
 
 @triton.jit
-def _blocks(CI, CO, TILE_CO: tl.constexpr, TILE_CI: tl.constexpr):
-    """Of a gradient, in the list."""
-    return tl.cdiv(CO, TILE_CO) * tl.cdiv(CI, TILE_CI)
+def count_blocks(CI, CO, TILE_CI: tl.constexpr, TILE_CO: tl.constexpr):
+    """Of channels, of a gradient."""
+    return tl.cdiv(CI, TILE_CI) * tl.cdiv(CO, TILE_CO)
 
 
 @triton.jit
-def _gradient_of(
+def gradient_of(
     block,  # in the list of the blocks of all gradients
     gradients,  # of each: CI, CO, the distance of its rows, and a pointer
-    TILE_CO: tl.constexpr,
+    COUNT: tl.constexpr,
     TILE_CI: tl.constexpr,
+    TILE_CO: tl.constexpr,
 ):
-    """The gradient that the block is of, and which of its blocks it is."""
+    """Of the gradient that the block is of: CI, CO, distance and pointer; and the first channels
+    of the block."""
     CI, CO, stride, out_ptr = gradients[0]
-    blocks1 = _blocks(CI, CO, TILE_CO, TILE_CI)
-    blocks2 = _blocks(gradients[1][0], gradients[1][1], TILE_CO, TILE_CI)
-    blocks3 = _blocks(gradients[2][0], gradients[2][1], TILE_CO, TILE_CI)
-    if block >= blocks1:
-        block -= blocks1
-        CI, CO, stride, out_ptr = gradients[1]
-        if block >= blocks2:
-            block -= blocks2
-            CI, CO, stride, out_ptr = gradients[2]
-            if block >= blocks3:
-                block -= blocks3
-                CI, CO, stride, out_ptr = gradients[3]
-    return out_ptr, stride, CI, CO, block
+    start = 0  # of its blocks
+    next_start = count_blocks(CI, CO, TILE_CI, TILE_CO)
+    for i in tl.static_range(1, COUNT):
+        its_CI, its_CO, its_stride, its_ptr = gradients[i]
+        if block >= next_start:
+            CI = its_CI
+            CO = its_CO
+            stride = its_stride
+            out_ptr = its_ptr
+            start = next_start
+        next_start += count_blocks(its_CI, its_CO, TILE_CI, TILE_CO)
+    ci_blocks = tl.cdiv(CI, TILE_CI)
+    ci0 = (block - start) % ci_blocks * TILE_CI
+    co0 = (block - start) // ci_blocks * TILE_CO
+    return CI, CO, stride, out_ptr, ci0, co0
 
 
 @triton.jit(do_not_specialize=["programs", "tiles", "whole"])
@@ -94,10 +98,9 @@ def _sum_group_kernel(
         (CI3, CO3, stride3, out3_ptr),
         (CI4, CO4, stride4, out4_ptr),
     )
-    blocks = _blocks(CI1, CO1, TILE_CO, TILE_CI)
-    for i in tl.static_range(1, 4):
-        blocks += _blocks(gradients[i][0], gradients[i][1], TILE_CO, TILE_CI)
-    blocks -= whole
+    blocks = -whole
+    for i in tl.static_range(4):
+        blocks += count_blocks(gradients[i][0], gradients[i][1], TILE_CI, TILE_CO)
 
     # the programs that have the block's first tile and its last
     if EVEN:
@@ -118,10 +121,10 @@ def _sum_group_kernel(
         acc += tl.load(rows + offs[None, :], mask=(offs_p <= last)[:, None], other=0.0)
     result = tl.sum(acc, axis=0)
 
-    out_ptr, stride, CI, CO, block = _gradient_of(block + whole, gradients, TILE_CO, TILE_CI)
-    ci_blocks = tl.cdiv(CI, TILE_CI)
-    co = block // ci_blocks * TILE_CO + offs // (TAPS * TILE_CI)
-    ci = block % ci_blocks * TILE_CI + offs % TILE_CI
+    block += whole
+    CI, CO, stride, out_ptr, ci0, co0 = gradient_of(block, gradients, 4, TILE_CI, TILE_CO)
+    co = co0 + offs // (TAPS * TILE_CI)
+    ci = ci0 + offs % TILE_CI
     mask = (co < CO) & (ci < CI)
     out_ptrs = out_ptr + co.to(tl.int64) * stride + offs // TILE_CI % TAPS * CI + ci
     if ACCUMULATE:

@@ -37,31 +37,18 @@ def _normal_kernel(
 
 
 @triton.jit(do_not_specialize=["first"])
-def _draw_timesteps_kernel(
-    out_ptr,  # int64 [N]
+def _draw_integers_kernel(
+    out_ptr,  # [N]: of 0 to limit - 1
     rng_ptr,  # int64 [2]
     first,
     n,
-    num_timesteps,
+    limit,
     STREAM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     offs, word = first_words(rng_ptr, first, STREAM, BLOCK)
-    t = tl.umulhi(word, (word * 0 + num_timesteps).to(tl.uint32))  # (word * num_timesteps) >> 32
-    tl.store(out_ptr + offs, t.to(tl.int64), mask=offs < n)
-
-
-@triton.jit(do_not_specialize=["first"])
-def _draw_flips_kernel(
-    out_ptr,  # bool [N]
-    rng_ptr,  # int64 [2]
-    first,
-    n,
-    STREAM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    offs, word = first_words(rng_ptr, first, STREAM, BLOCK)
-    tl.store(out_ptr + offs, (word >> 31) == 1, mask=offs < n)
+    value = tl.umulhi(word, (word * 0 + limit).to(tl.uint32))  # (word * limit) >> 32
+    tl.store(out_ptr + offs, value.to(out_ptr.dtype.element_ty), mask=offs < n)
 
 
 @triton.jit
@@ -86,14 +73,20 @@ def _normal(shape: list[int], rng: Tensor, stream: int, first: int) -> Tensor:
     return out
 
 
-@op("draw_timesteps", lambda rng, n, *_: rng.new_empty(n, dtype=torch.int64))
-def _draw_timesteps(rng: Tensor, n: int, num_timesteps: int, first: int) -> Tensor:
-    out = torch.empty(n, dtype=torch.int64, device=rng.device)
+def _draw_integers(
+    rng: Tensor, n: int, limit: int, first: int, stream: int, dtype: torch.dtype
+) -> Tensor:  # [N]
+    """Each is (word * limit) >> 32."""
+    out = torch.empty(n, dtype=dtype, device=rng.device)
     if n > 0:
         grid = (triton.cdiv(n, BLOCK),)
-        _draw_timesteps_kernel[grid](
-            out, rng, first, n, num_timesteps, STREAM=TIMESTEP, BLOCK=BLOCK
-        )
+        _draw_integers_kernel[grid](out, rng, first, n, limit, STREAM=stream, BLOCK=BLOCK)
+    return out
+
+
+@op("draw_timesteps", lambda rng, n, *_: rng.new_empty(n, dtype=torch.int64))
+def _draw_timesteps(rng: Tensor, n: int, num_timesteps: int, first: int) -> Tensor:
+    out = _draw_integers(rng, n, num_timesteps, first, TIMESTEP, torch.int64)
     if is_rehearsal():  # PyTorch's own ops look them up in tables
         out.zero_()
     return out
@@ -101,11 +94,7 @@ def _draw_timesteps(rng: Tensor, n: int, num_timesteps: int, first: int) -> Tens
 
 @op("draw_flips", lambda rng, n, _: rng.new_empty(n, dtype=torch.bool))
 def _draw_flips(rng: Tensor, n: int, first: int) -> Tensor:
-    out = torch.empty(n, dtype=torch.bool, device=rng.device)
-    if n > 0:
-        grid = (triton.cdiv(n, BLOCK),)
-        _draw_flips_kernel[grid](out, rng, first, n, STREAM=FLIP, BLOCK=BLOCK)
-    return out
+    return _draw_integers(rng, n, 2, first, FLIP, torch.bool)
 
 
 def normal(

@@ -20,6 +20,7 @@ from ...hopper.compat import aggregate, sync_threads, tma_load
 from ...hopper.pipeline import new_ring
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
+from ..wgrad_parts import gradient_of
 from .row_wgrad_kernel import Rows, new_row_ring
 from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, begin_of, load_piece
 
@@ -98,8 +99,12 @@ def conv_row_group_wgrad_kernel(
     left_ci = None
     is_whole = False
     if out1_ptr is not None:
-        outs = (out1_ptr, out2_ptr, out3_ptr, out4_ptr)
-        strides = (stride1, stride2, stride3, stride4)
+        outs = (
+            (CI1, CO1, stride1, out1_ptr),
+            (CI2, CO2, stride2, out2_ptr),
+            (CI3, CO3, stride3, out3_ptr),
+            (CI4, CO4, stride4, out4_ptr),
+        )
         is_whole = program < whole
         if RAGGED:
             left_co = 64
@@ -107,20 +112,12 @@ def conv_row_group_wgrad_kernel(
         if is_whole:
             first = program * tiles
             last = first + tiles
-            start = 0
-            for i in gl.static_range(COUNT):
-                CI = gradients[i].CI
-                count = gradients[i].blocks(64, 64)
-                if (program >= start) & (program < start + count):
-                    ci0 = (program - start) % gl.cdiv(CI, 64) * 64
-                    co0 = (program - start) // gl.cdiv(CI, 64) * 64
-                    stride_co = strides[i]
-                    stride_tap = CI
-                    to_ptr = outs[i] + co0.to(gl.int64) * stride_co + ci0
-                    if RAGGED:
-                        left_co = gradients[i].CO - co0
-                        left_ci = CI - ci0
-                start += count
+            CI, CO, stride_co, out_ptr, ci0, co0 = gradient_of(program, outs, COUNT, 64, 64)
+            stride_tap = CI
+            to_ptr = out_ptr + co0.to(gl.int64) * stride_co + ci0
+            if RAGGED:
+                left_co = CO - co0
+                left_ci = CI - ci0
     sums = Sums(to_ptr, stride_co, 1, stride_tap, left_co, left_ci, is_whole, NUMBERS, ADD)
     piece = Piece(first, last, tiles, ALONE)
     products = Rows(tiles_h, W, IMAGES, COLUMNS, 256 // W, 3, 64, 64, 64)

@@ -114,44 +114,8 @@ def _sum_parts_kernel(
     extra_bias_ptr,
     emb_ptr,
     residual_ptr,
-    y_ptr,
-    partial_ptr,  # float32 [N, PB, 2, C], out, or None: the sums of y over the pixels of a program
-    stride_emb,
-    N,
-    HW,
-    C,
-    CB,  # blocks of channels
-    PB,  # blocks of pixels
-    SPLITS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
-    begin_next()
-    pid = tl.program_id(0)
-    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
-    offs_p = pid // CB % PB * BLOCK_P + tl.arange(0, BLOCK_P)
-    n = (pid // CB // PB).to(tl.int64)
-    mask_c, mask_p = offs_c < C, offs_p < HW
-    await_inputs()
-    terms = terms_of_parts(bias_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs_c, mask_c)
-    parts = load_parts(parts_ptr, residual_ptr, N, HW, C, n, offs_c, offs_p, mask_c, mask_p, SPLITS)
-    acc = sum_of_parts(terms, parts)
-    offs_y = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
-    y = acc.to(y_ptr.dtype.element_ty)
-    tl.store(y_ptr + offs_y, y, mask=mask_c[:, None] & mask_p[None, :])
-    if partial_ptr is not None:
-        _store_sums(partial_ptr, (y,), pid // CB, C, offs_c, mask_c)
-
-
-@triton.jit(do_not_specialize=["N"])
-def _resample_parts_kernel(
-    parts_ptr,
-    bias_ptr,
-    extra_bias_ptr,
-    emb_ptr,
-    residual_ptr,
     y_ptr,  # [N, HW, C], out
-    resampled_ptr,  # [N, H / 2, W / 2, C], or [N, 2H, 2W, C] with UP; out
+    resampled_ptr,  # [N, H / 2, W / 2, C], or [N, 2H, 2W, C] with UP; out, or None
     partial_ptr,  # float32 [N, PB, 2, C], out, or None: the sums of y over the pixels of a program
     stride_emb,
     N,
@@ -159,14 +123,15 @@ def _resample_parts_kernel(
     W,
     C,
     CB,  # blocks of channels
-    PB,  # blocks of pixels, or of 2x2 pixels
+    PB,  # blocks of pixels, or of 2x2 pixels that are averaged
     SPLITS: tl.constexpr,
     UP: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """The sum of a SplitConv, and its 2x2 means or itself upsampled."""
-    FROM: tl.constexpr = 1 if UP else 4  # pixels of y to a result, or
+    POOLS: tl.constexpr = resampled_ptr is not None and not UP
+    FROM: tl.constexpr = 4 if POOLS else 1  # pixels of y to a result, or
     TO: tl.constexpr = 4 if UP else 1  # results to a pixel
     begin_next()
     pid = tl.program_id(0)
@@ -175,13 +140,13 @@ def _resample_parts_kernel(
     n = (pid // CB // PB).to(tl.int64)
     mask_c, mask_p = offs_c < C, offs_p < HW // FROM
     mask = mask_c[:, None] & mask_p[None, :]
-    width = W if UP else W // 2
+    width = W // 2 if POOLS else W
     h, w = offs_p // width, offs_p % width
     await_inputs()
     terms = terms_of_parts(bias_ptr, extra_bias_ptr, emb_ptr, stride_emb, n, offs_c, mask_c)
     parts = ()
     for i in tl.static_range(FROM):
-        pixel = offs_p if UP else (2 * h + i // 2) * W + 2 * w + i % 2
+        pixel = (2 * h + i // 2) * W + 2 * w + i % 2 if POOLS else offs_p
         parts = parts + (
             load_parts(parts_ptr, residual_ptr, N, HW, C, n, offs_c, pixel, mask_c, mask_p, SPLITS),
         )
@@ -191,13 +156,14 @@ def _resample_parts_kernel(
         ys = ys + (sum_of_parts(terms, parts[i]).to(y_ptr.dtype.element_ty),)
         total += ys[i].to(tl.float32)
     for i in tl.static_range(FROM):
-        pixel = offs_p if UP else (2 * h + i // 2) * W + 2 * w + i % 2
+        pixel = (2 * h + i // 2) * W + 2 * w + i % 2 if POOLS else offs_p
         tl.store(y_ptr + (n * HW + pixel)[None, :] * C + offs_c[:, None], ys[i], mask=mask)
-    result = (total * (1.0 / FROM)).to(y_ptr.dtype.element_ty)
-    for i in tl.static_range(TO):
-        pixel = (2 * h + i // 2) * (2 * W) + 2 * w + i % 2 if UP else offs_p
-        place = (n * (HW * TO // FROM) + pixel)[None, :] * C + offs_c[:, None]
-        tl.store(resampled_ptr + place, result, mask=mask)
+    if resampled_ptr is not None:
+        result = (total * (1.0 / FROM)).to(y_ptr.dtype.element_ty)
+        for i in tl.static_range(TO):
+            pixel = (2 * h + i // 2) * (2 * W) + 2 * w + i % 2 if UP else offs_p
+            place = (n * (HW * TO // FROM) + pixel)[None, :] * C + offs_c[:, None]
+            tl.store(resampled_ptr + place, result, mask=mask)
     if partial_ptr is not None:
         _store_sums(partial_ptr, ys, pid // CB, C, offs_c, mask_c)
 
@@ -205,20 +171,8 @@ def _resample_parts_kernel(
 def sum_parts(split: SplitConv) -> tuple[Tensor, Tensor | None]:
     """The convolution that was in parts, [N, H, W, CO]; and its partials, float32 [N, K, 2, CO], if
     its pixels are whole tiles."""
-    n, h, w, c = split.shape
-    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
-    block_c, block_p = 16, min(triton.next_power_of_2(h * w), 64)
-    blocks = triton.cdiv(c, block_c), triton.cdiv(h * w, block_p)
-    partials = None
-    if h * w % block_p == 0:
-        partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
-    if n == 0:
-        return y, partials
-    parts, *terms = terms_of(split)
-    _sum_parts_kernel[(n * blocks[0] * blocks[1],)](
-        parts, *terms, y, partials, row_stride(terms[2]), n, h * w, c, *blocks, parts.shape[0],
-        block_c, block_p, num_warps=4, **overlapping(y.device, n * h * w),
-    )  # fmt: skip
+    h, w = split.shape[1:3]
+    y, _, partials = _launch(split, None, 1, min(triton.next_power_of_2(h * w), 64), 4)
     return y, partials
 
 
@@ -232,22 +186,33 @@ def resample_parts(
     n, h, w, c = split.shape
     assert up or h % 2 == w % 2 == 0
     size = (2 * h, 2 * w) if up else (h // 2, w // 2)
-    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
     resampled = _empty((n, *size, c), dtype=split.dtype, device=split.parts.device)
-    block_c, block_p = 16, 64 if up else 16
-    pixels = h * w // (1 if up else 4)
+    return _launch(split, resampled, *((1, 64, 4) if up else (4, 16, 2)))
+
+
+def _launch(
+    split: SplitConv,
+    resampled: Tensor | None,
+    averaged: int,  # pixels of y that a lane has
+    block_p: int,
+    num_warps: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y, what is given, and the partials of y if its pixels are whole tiles."""
+    n, h, w, c = split.shape
+    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
+    pixels, block_c = h * w // averaged, 16
     blocks = triton.cdiv(c, block_c), triton.cdiv(pixels, block_p)
     partials = None
     if pixels % block_p == 0:
         partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
-    if n == 0:
-        return y, resampled, partials
-    parts, *terms = terms_of(split)
-    _resample_parts_kernel[(n * blocks[0] * blocks[1],)](
-        parts, *terms, y, resampled, partials, row_stride(terms[2]), n, h * w, w, c, *blocks,
-        parts.shape[0], up, block_c, block_p, num_warps=4 if up else 2,
-        **overlapping(y.device, n * h * w),
-    )  # fmt: skip
+    if n:
+        parts, *terms = terms_of(split)
+        up = resampled is not None and averaged == 1
+        _sum_parts_kernel[(n * blocks[0] * blocks[1],)](
+            parts, *terms, y, resampled, partials, row_stride(terms[2]), n, h * w, w, c, *blocks,
+            parts.shape[0], up, block_c, block_p, num_warps=num_warps,
+            **overlapping(y.device, n * h * w),
+        )  # fmt: skip
     return y, resampled, partials
 
 
