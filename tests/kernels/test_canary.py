@@ -149,7 +149,7 @@ def test_nothing_right(monkeypatch):
 
 
 @pytest.mark.parametrize("arch", [70, 75])
-def test_a_gpu_that_is_too_old_is_refused_in_words(monkeypatch, arch):
+def test_a_gpu_that_is_too_old_is_refused_in_words(monkeypatch, device, arch):
     """Before a kernel is compiled for it, which fails without saying why."""
     old = device_module.Device(False, 40, 65_536, arch=arch)
     monkeypatch.setattr(device_module, "_INTERPRETER", old)
@@ -157,8 +157,8 @@ def test_a_gpu_that_is_too_old_is_refused_in_words(monkeypatch, arch):
     said = rf"compute capability 7\.{arch % 10}; the kernels need 8\.0 or later"
     with pytest.raises(RuntimeError, match=said):
         canary.kernels_off(CPU)
-    x, weight = torch.ones(1, 4, 4, 16), torch.ones(16, 16, 3, 3)
-    with pytest.raises(ValueError, match=said):
+    x, weight = torch.ones(1, 4, 4, 16, device=device), torch.ones(16, 16, 3, 3, device=device)
+    with standing_for(old), pytest.raises(ValueError, match=said):
         triton_kernels.conv2d(x, weight.to(memory_format=torch.channels_last))
     assert device_module.Device(False, 16, 167_936, arch=87).lacks is None
     assert device_module.Device(True, 20, 232_448, arch=110).lacks is None
