@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import triton
 
+from triton_kernels.hopper.compat import VIEWS_ARE_SLICES
+
 from .compile_only import (
     SHARED_LIMIT,
     count_instructions,
@@ -23,7 +25,12 @@ from .compile_only import (
 )
 from .expected import EXPECTED, expected
 
-CASES = load_cases()
+# What the registry launches with this Triton: see `refuse` of fp16_split_wgrad.
+CASES = {
+    name: case
+    for name, case in load_cases().items()
+    if not (VIEWS_ARE_SLICES.value and "fp16_split_wgrad" in name)
+}
 JIT = r"@(?:triton|gluon)\.jit.*\n(?:@.*\n)*"  # above a kernel
 # Registers are counted, and products overlap, with the compiler that the project is tested with.
 # With another a kernel has to compile and to be safe.
