@@ -39,6 +39,9 @@ def _process(rank: int, folder: str) -> None:
     net(images()[2 * rank : 2 * rank + 2]).square().mean().backward()
     grads = {k.removeprefix("module.module."): p.grad for k, p in net.named_parameters()}
     torch.save(grads, f"{folder}/{rank}.pt")
+    # Or the group, which the module holds, would end with the GIL held, for which its threads may
+    # wait: one run in five hung.
+    del net
     torch.distributed.destroy_process_group()
 
 
