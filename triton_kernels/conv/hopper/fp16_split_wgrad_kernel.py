@@ -38,7 +38,7 @@ def _load_part(
     at = place_in_rows(n, h0, 0, co0, IMAGES)
     tma_load(dy_desc, at, bar, dy_bufs.index(place))
     for j in gl.static_range(ROWS + 2):
-        row = row_from(x_bufs, place * part_chunks(W), j, W, part_chunks(W), IMAGES)
+        row = row_from(x_bufs, place, j, W, part_chunks(W), IMAGES)
         tma_load(x_desc, place_in_rows(n, h0 + j - 1, 0, ci0, IMAGES), bar, row)
 
 

@@ -57,7 +57,7 @@ def store_row(
     """act(x slope + offset) of a row of an image of `h`, to the j-th of a pair in the ring."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_bufs.dtype
-    to = row_from(x_bufs, pair * pair_chunks(W), j, W, pair_chunks(W))
+    to = row_from(x_bufs, pair, j, W, pair_chunks(W))
     buf = reinterpret(to, dtype, [W, 64], MATRIX)
     # outside of the image x is 0, and act(0) is 0
     z0 = gl.where((row >= 0) & (row < h), offset, 0.0)

@@ -127,11 +127,11 @@ def activate_rows(
     dtype: gl.constexpr = x_bufs.dtype
     raw = ()
     for j in gl.static_range(2):
-        row = row_from(x_bufs, pair * pair_chunks(W), j, W, pair_chunks(W))
+        row = row_from(x_bufs, pair, j, W, pair_chunks(W))
         buf = reinterpret(row, dtype, [W, 64], MATRIX)
         raw = raw + (buf.load(pixels_layout()),)
     for j in gl.static_range(2):
-        row = row_from(x_bufs, pair * pair_chunks(W), j, W, pair_chunks(W))
+        row = row_from(x_bufs, pair, j, W, pair_chunks(W))
         buf = reinterpret(row, dtype, [W, 64], MATRIX)
         z0 = gl.where(inside, offset, 0.0) if j == EDGE else offset
         a = activate_affine(widen_pairs(raw[j]), slope[None, :], z0[None, :], ACT)

@@ -58,21 +58,21 @@ def side_from(x_bufs, first, row, right: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def row_from(
-    x_bufs, first, row: gl.constexpr, W: gl.constexpr, BLOCK: gl.constexpr,
+    x_bufs, block, row: gl.constexpr, W: gl.constexpr, BLOCK: gl.constexpr,
     IMAGES: gl.constexpr = 1, MARGINS: gl.constexpr = 1, BEFORE: gl.constexpr = 0,
 ):  # fmt: skip
-    """Where TMA writes a row of the block that begins at chunk BEFORE + first, of which `first` is
-    a multiple of BLOCK: W / IMAGES pixels of each of some images."""
+    """Where TMA writes a row of the `block`-th block of BLOCK chunks behind the first BEFORE:
+    W / IMAGES pixels of each of some images."""
     K: gl.constexpr = x_bufs.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16, rank=4)
     SHAPE: gl.constexpr = [1, 1, W, K] if IMAGES == 1 else [1, W // IMAGES, IMAGES, K]
     CHUNK: gl.constexpr = BEFORE + row * (W // 8 + MARGINS) + 1
-    return view_from(x_bufs, first, SHAPE, LAYOUT, CHUNK, BLOCK)
+    return view_from(x_bufs, block * BLOCK, SHAPE, LAYOUT, CHUNK, BLOCK)
 
 
 @gluon.jit
 def row_of_tap(
-    x_bufs, first, row: gl.constexpr, s: gl.constexpr, W: gl.constexpr, BLOCK: gl.constexpr,
+    x_bufs, block, row: gl.constexpr, s: gl.constexpr, W: gl.constexpr, BLOCK: gl.constexpr,
     IMAGES: gl.constexpr = 1, MARGINS: gl.constexpr = 1, BEFORE: gl.constexpr = 0,
     PIXELS: gl.constexpr = 0,
 ):  # fmt: skip
@@ -83,4 +83,4 @@ def row_of_tap(
     SHAPE: gl.constexpr = [PIXELS if PIXELS else W, K]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
     PIXEL: gl.constexpr = BEFORE * 8 + row * (W + 8 * MARGINS) + 8 + (s - 1) * IMAGES
-    return view_from(pixels, first * 8, SHAPE, LAYOUT, PIXEL, BLOCK * 8)
+    return view_from(pixels, block * BLOCK * 8, SHAPE, LAYOUT, PIXEL, BLOCK * 8)

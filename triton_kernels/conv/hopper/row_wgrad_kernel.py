@@ -67,7 +67,7 @@ class Rows:
         BLOCK: gl.constexpr = block_chunks(W, MARGINS)
         first_chunk = stage * BLOCK
         for j in gl.static_range(ROWS + 2):
-            row = row_from(x_bufs, first_chunk, j, W, BLOCK, IMAGES, MARGINS)
+            row = row_from(x_bufs, stage, j, W, BLOCK, IMAGES, MARGINS)
             tma_load(gradient.x_desc, place_in_rows(n, h0 + j - 1, w0, ci0, IMAGES), bar, row)
             if self.COLUMNS > 1:
                 left = side_from(x_bufs, first_chunk, j, 0, W)
@@ -87,9 +87,7 @@ class Rows:
     def x(self, R: gl.constexpr, ring, stage, row: gl.constexpr, s: gl.constexpr):
         MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
         BLOCK: gl.constexpr = block_chunks(self.W, MARGINS)
-        return row_of_tap(
-            ring.bufs[0], stage * BLOCK, row + R, s, self.W, BLOCK, self.IMAGES, MARGINS
-        )
+        return row_of_tap(ring.bufs[0], stage, row + R, s, self.W, BLOCK, self.IMAGES, MARGINS)
 
     @gluon.jit
     def first_row(self, R: gl.constexpr, sums):

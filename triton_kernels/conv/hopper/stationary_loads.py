@@ -126,8 +126,7 @@ def load_rows(
                 x.release(place, (i < ROWS // 2) | ends)
                 for j in gl.static_range(2):
                     at = [n, h0 - 1 + 2 * i + j, 0, 0]
-                    first = slot * pair_chunks(W)
-                    row = row_from(x.bufs, first, j, W, pair_chunks(W))
+                    row = row_from(x.bufs, slot, j, W, pair_chunks(W))
                     tma_load(x_desc, at, bar, row)
                 place += 1
             if index == 0:  # the first products need only those of the first row

@@ -216,8 +216,8 @@ def _multiply(
                     turns.give(GROUP)
                 out = ()
                 for j in gl.static_range(ROWS):
-                    first = pairs[(j + r) // 2] * pair_chunks(W)
-                    row = row_of_tap(x.bufs, first, (j + r) % 2, s, W, pair_chunks(W))
+                    pair = pairs[(j + r) // 2]
+                    row = row_of_tap(x.bufs, pair, (j + r) % 2, s, W, pair_chunks(W))
                     out = out + (warpgroup_mma(w, row.permute((1, 0)), accs[j], is_async=True),)
                 accs = out
                 # filters of AHEAD + 1 taps are in registers

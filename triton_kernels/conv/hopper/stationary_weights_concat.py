@@ -123,8 +123,7 @@ def _multiply(
                 out = ()
                 for j in gl.static_range(2):
                     pair = upper if j + r % 3 < 2 else lower
-                    first = pair * pair_chunks(W)
-                    row = row_of_tap(x.bufs, first, (j + r % 3) % 2, s, W, pair_chunks(W))
+                    row = row_of_tap(x.bufs, pair, (j + r % 3) % 2, s, W, pair_chunks(W))
                     row = row.permute((1, 0))
                     out = out + (warpgroup_mma(w, row, accs[j], is_async=True),)
                 accs = out
