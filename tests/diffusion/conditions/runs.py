@@ -6,8 +6,10 @@ import numpy as np
 import torch
 
 import diffusion
+from diffusion.runs.training import train
 
 from ...end_to_end.run import rows
+from ...test_configs import composed
 
 CPU = torch.device("cpu")
 SIZE = 8
@@ -55,3 +57,23 @@ def telling(model: torch.nn.Module) -> torch.nn.Module:
     for p in model.parameters():
         p.data += 0.1 * torch.randn_like(p)
     return model
+
+
+def check_goes_on(settings: tuple[str, ...], folder: Path) -> None:
+    """A run of four steps has the same bits as one that stopped after two, in folder/parts."""
+    train(composed(*settings, "train.steps=4"), folder / "whole")
+    train(composed(*settings, "train.steps=2"), folder / "parts")
+    train(composed(*settings, "train.steps=4"), folder / "parts")
+    for name in ("model", "ema"):
+        whole, parts = (
+            (folder / run / "checkpoints/step_00000004" / f"{name}.safetensors").read_bytes()
+            for run in ("whole", "parts")
+        )
+        assert whole == parts
+
+
+def check_same(models: list[torch.nn.Module], outputs: list[torch.Tensor]) -> None:
+    """Two networks, one on the kernels, agree in what they said and in their gradients."""
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-3, msg=name)

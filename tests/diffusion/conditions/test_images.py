@@ -33,7 +33,7 @@ from diffusion.training.train_step import TrainStep
 
 from ...end_to_end.run import rows, run_together
 from ...test_configs import composed
-from .runs import CPU, SIZE, drawn, high_noise_loss, of_pairs, pixels, words
+from .runs import CPU, SIZE, check_goes_on, drawn, high_noise_loss, of_pairs, pixels, words
 
 
 def test_a_network_uses_the_channels_that_it_is_given(pairs, tmp_path):
@@ -103,15 +103,7 @@ def test_conditions_are_dropped_with_their_labels():
 def test_a_run_goes_on_as_if_it_had_not_stopped(pairs, tmp_path):
     more = ("model.condition_dropout=0.3", "train.sample_every=0", "train.eval_every=0")
     settings = of_pairs(pairs, *more, "dataset.flip=true")
-    train(composed(*settings, "train.steps=4"), tmp_path / "whole")
-    train(composed(*settings, "train.steps=2"), tmp_path / "parts")
-    train(composed(*settings, "train.steps=4"), tmp_path / "parts")
-    for name in ("model", "ema"):
-        whole, parts = (
-            (tmp_path / run / "checkpoints/step_00000004" / f"{name}.safetensors").read_bytes()
-            for run in ("whole", "parts")
-        )
-        assert whole == parts
+    check_goes_on(settings, tmp_path)
     with pytest.raises(ConfigError, match="trained with a condition of 3 channels, and data set"):
         other = ("dataset.condition_channels=1", "train.steps=5")
         train(composed(*settings, *other), tmp_path / "parts")

@@ -24,7 +24,18 @@ from diffusion.sampling.guidance import guide
 
 from ...end_to_end.run import rows
 from ...test_configs import composed
-from .runs import CPU, SIZE, SMALL, drawn, high_noise_loss, pixels, telling, words
+from .runs import (
+    CPU,
+    SIZE,
+    SMALL,
+    check_goes_on,
+    check_same,
+    drawn,
+    high_noise_loss,
+    pixels,
+    telling,
+    words,
+)
 
 
 def test_a_network_uses_the_sequence_that_it_is_given(tmp_path):
@@ -96,9 +107,7 @@ def test_sequences_by_the_kernels_and_by_pytorch(context_run):
     for model in models:
         outputs.append(model.forward_nhwc(x, t, Conditions(None, None, None, *tokens)))
         outputs[-1].square().sum().backward()
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
-    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-3, msg=name)
+    check_same(models, outputs)
 
 
 def test_a_run_with_sequences_is_evaluated_and_exported(context_run, tmp_path, monkeypatch):
@@ -134,15 +143,7 @@ def test_a_run_with_sequences_goes_on_as_if_it_had_not_stopped(pairs, tmp_path):
     more = ("model.condition_dropout=0.3", "train.sample_every=0", "train.eval_every=0")
     settings = ("dataset=folder", f"dataset.path={pairs[0]}", f"dataset.size={SIZE}", *SMALL)
     settings += (*more, f"dataset.context={tmp_path}/words.npz", "dataset.flip=true")
-    train(composed(*settings, "train.steps=4"), tmp_path / "whole")
-    train(composed(*settings, "train.steps=2"), tmp_path / "parts")
-    train(composed(*settings, "train.steps=4"), tmp_path / "parts")
-    for name in ("model", "ema"):
-        whole, parts = (
-            (tmp_path / run / "checkpoints/step_00000004" / f"{name}.safetensors").read_bytes()
-            for run in ("whole", "parts")
-        )
-        assert whole == parts
+    check_goes_on(settings, tmp_path)
     np.save(tmp_path / "wide.npy", np.zeros((24, 2, 6), np.float32))
     with pytest.raises(ConfigError, match="trained with tokens of 4 numbers, .* has 6"):
         other = (f"dataset.context={tmp_path}/wide.npy", "train.steps=5")

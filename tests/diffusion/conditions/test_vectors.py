@@ -21,7 +21,7 @@ from diffusion.sampling.guidance import guide
 
 from ...end_to_end.run import rows
 from ...test_configs import composed
-from .runs import CPU, SIZE, SMALL, drawn, high_noise_loss
+from .runs import CPU, SIZE, SMALL, check_same, drawn, high_noise_loss
 
 
 def test_a_network_uses_the_vector_that_it_is_given(tmp_path):
@@ -86,9 +86,7 @@ def test_vectors_by_the_kernels_and_by_pytorch(vector_run):
             p.data += 0.05 * torch.randn_like(p)
         outputs.append(model.forward_nhwc(x, t, given))
         outputs[-1].square().sum().backward()
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
-    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-3, atol=1e-3, msg=name)
+    check_same(models, outputs)
 
 
 def test_a_run_with_vectors_goes_on_and_knows_them(vector_run, pairs, tmp_path):
