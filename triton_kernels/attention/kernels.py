@@ -21,7 +21,9 @@ def _head_offset(head, num_heads, D: tl.constexpr, HEADS_QKV: tl.constexpr):
 
 
 @triton.jit
-def _places(
+def _of_head(
+    q_ptr,  # in qkv [N, T, 3C], and no kv_ptr; or q [N, T, C],
+    kv_ptr,  # and [N, L, 2C]
     n,
     head,
     num_heads,
@@ -29,27 +31,18 @@ def _places(
     L: tl.constexpr,
     D: tl.constexpr,
     HEADS_QKV: tl.constexpr,
-    APART: tl.constexpr,  # whether k and v are in another tensor than q
 ):
-    """Where q, k and v of a head begin in what holds them, and the steps from position to position:
-    of q, and of k and v."""
+    """Where the q of a head begins behind q_ptr, and where its k and v do; and the steps from
+    position to position of q, and of k and v."""
     channels = num_heads * D
-    if APART:
-        q = n.to(tl.int64) * T * channels + head * D
-        k = n.to(tl.int64) * L * (2 * channels) + head * D
-        return q, k, k + channels, channels, 2 * channels
-    else:
+    if kv_ptr is None:
         offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
         q = n.to(tl.int64) * T * (3 * channels) + offset
-        return q, q + part, q + part + part, 3 * channels, 3 * channels
-
-
-@triton.jit
-def _or_else(ptr, other):
-    if ptr is None:
-        return other
+        return q, q_ptr + (q + part), q_ptr + (q + part + part), 3 * channels, 3 * channels
     else:
-        return ptr
+        q = n.to(tl.int64) * T * channels + head * D
+        k = n.to(tl.int64) * L * (2 * channels) + head * D
+        return q, kv_ptr + k, kv_ptr + (k + channels), channels, 2 * channels
 
 
 @triton.jit
@@ -145,11 +138,9 @@ def attention_fwd_kernel(
     await_inputs()
     pid_m, row, n, head = _locate(num_heads, T, BLOCK_M)
     channels = num_heads * D
-    q_offset, k_offset, v_offset, q_row, kv_row = _places(
-        n, head, num_heads, T, L, D, HEADS_QKV, kv_ptr is not None
+    q_offset, k_ptr, v_ptr, q_row, kv_row = _of_head(
+        q_ptr, kv_ptr, n, head, num_heads, T, L, D, HEADS_QKV
     )
-    keys_ptr = _or_else(kv_ptr, q_ptr)
-    k_ptr, v_ptr = keys_ptr + k_offset, keys_ptr + v_offset
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -218,11 +209,9 @@ def attention_bwd_dq_kernel(
     await_inputs()
     pid_m, row, n, head = _locate(num_heads, T, BLOCK_M)
     channels = num_heads * D
-    q_offset, k_offset, v_offset, q_row, kv_row = _places(
-        n, head, num_heads, T, L, D, HEADS_QKV, kv_ptr is not None
+    q_offset, k_ptr, v_ptr, q_row, kv_row = _of_head(
+        q_ptr, kv_ptr, n, head, num_heads, T, L, D, HEADS_QKV
     )
-    keys_ptr = _or_else(kv_ptr, q_ptr)
-    k_ptr, v_ptr = keys_ptr + k_offset, keys_ptr + v_offset
     do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
     o_ptr += n.to(tl.int64) * T * channels + head * D
 
@@ -288,10 +277,6 @@ def attention_bwd_dkdv_kernel(
     await_inputs()
     pid_n, row, n, head = _locate(num_heads, L, BLOCK_N)
     channels = num_heads * D
-    q_offset, k_offset, v_offset, q_row, kv_row = _places(
-        n, head, num_heads, T, L, D, HEADS_QKV, kv_ptr is not None
-    )
-    keys_ptr, dkeys_ptr = _or_else(kv_ptr, q_ptr), _or_else(dkv_ptr, dq_ptr)
     do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
     o_ptr += n.to(tl.int64) * T * channels + head * D
     lse_ptr += row.to(tl.int64) * T
@@ -300,8 +285,11 @@ def attention_bwd_dkdv_kernel(
 
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    k = _load_tile(keys_ptr + k_offset, offs_n, offs_d, kv_row, 1, L, D)
-    v = _load_tile(keys_ptr + v_offset, offs_n, offs_d, kv_row, 1, L, D)
+    q_offset, k_ptr, v_ptr, q_row, kv_row = _of_head(
+        q_ptr, kv_ptr, n, head, num_heads, T, L, D, HEADS_QKV
+    )
+    k = _load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D)
+    v = _load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D)
     seen = _seen(mask_ptr, n, offs_n, L)
     scale_log2 = scale * _LOG2_E
 
@@ -334,8 +322,9 @@ def attention_bwd_dkdv_kernel(
             if rows_ptr is not None:
                 dq_sum += tl.sum(dq, 0)
     dk *= scale
-    _store_tile(dkeys_ptr + k_offset, dk, offs_n, offs_d, kv_row, L, D, PRECISION)
-    _store_tile(dkeys_ptr + v_offset, dv, offs_n, offs_d, kv_row, L, D, PRECISION)
+    _, dk_ptr, dv_ptr, _, _ = _of_head(dq_ptr, dkv_ptr, n, head, num_heads, T, L, D, HEADS_QKV)
+    _store_tile(dk_ptr, dk, offs_n, offs_d, kv_row, L, D, PRECISION)
+    _store_tile(dv_ptr, dv, offs_n, offs_d, kv_row, L, D, PRECISION)
     if rows_ptr is not None:
         offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
         rows_ptr += (n * tl.cdiv(L, BLOCK_N) + pid_n).to(tl.int64) * (3 * channels) + offset
