@@ -130,7 +130,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "_qkv_attention_kernel": [({"BLOCK_T": 16}, _NONE), ({}, _REGISTERS)],
     "_skip_dx_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
     "_split_kernel": Expect(wgmma=False, tma=False),
-    "_stride2_wgrad_kernel": _SHARED,
     "_transpose_weights_kernel": Expect(wgmma=False, tma=False),
 }
 

@@ -1,20 +1,16 @@
-"""Convolutions of stride 2 whose tiles are fetched by TMA: the tiles of `conv.plain.tma` that do
-them, and the weight gradient, which reads x by parity (`conv.plain.products`)."""
+"""Convolutions of stride 2 whose tiles are fetched by TMA: the tiles of `conv.plain.tma` and of
+`conv.plain.tma_wgrad` that do them. x is read by parity (`conv.plain.products`)."""
 
 import math
 from functools import partial
 
-import triton
-import triton.language as tl
-
 from ...registry.kernel import CLOCKS, Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
-from ..configs import FwdTile, WgradOperands, WgradTile, split_kernel
-from .products import box_origin
+from ..configs import FwdTile, WgradTile, split_kernel
 from .tma import launch
-from .tma_boxes import by_parity, in_boxes, unaddressable
-from .tma_wgrad import num_parts, tile_arguments
+from .tma_boxes import unaddressable
+from .tma_wgrad import launch_wgrad, num_parts
 
 
 @configures("tma_stride2")
@@ -26,9 +22,10 @@ class Config(FwdTile):
 
 @configures("tma_stride2_wgrad")
 class WgradConfig(WgradTile):
-    """What one program of the weight gradient computes, of one tap."""
+    """What one program of the weight gradient computes."""
 
     __slots__ = ()
+    taps = 1
 
 
 # Of those of `conv.plain.tma` the ones that win most often there.
@@ -111,69 +108,6 @@ INPUT_GRAD = Kernel(
 
 
 # --- weight gradient ------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["P", "Q", "num_tiles", "tiles_per_split"])
-def _stride2_wgrad_kernel(
-    x_desc,  # [N, H / 2, 2, W / 2, 2 CI] in boxes [TILE_N, TILE_H, 1, TILE_W, BLOCK_CI]
-    dy_desc,  # [N, P, Q, CO] in boxes [1, 1, TILE_W, BLOCK_CO]; FLAT: [N * P * Q, CO]
-    dw_ptr,  # [splits, CO, R * S, CI]
-    CI,
-    P,
-    Q,
-    CO,
-    num_tiles,  # of pixels
-    tiles_per_split,
-    TAPS: tl.constexpr,  # R * S
-    S: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    FLAT: tl.constexpr,  # a tile is BLOCK_M successive pixels of the batch: whole rows or images
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_CO: tl.constexpr,
-    BLOCK_CI: tl.constexpr,
-):
-    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    ci_blocks = tl.cdiv(CI, BLOCK_CI)
-    co0 = tl.program_id(0) // ci_blocks * BLOCK_CO
-    ci0 = tl.program_id(0) % ci_blocks * BLOCK_CI
-    tap = tl.program_id(1)
-    split = tl.program_id(2)
-    row = tap // S - PAD_H
-    col = tap % S - PAD_W
-    tiles_h = tl.cdiv(P, TILE_H)
-    tiles_w = tl.cdiv(Q, TILE_W)
-    acc = tl.zeros([BLOCK_CO, BLOCK_CI], dtype=tl.float32)
-    start = split * tiles_per_split
-    for tile in range(start, tl.minimum(start + tiles_per_split, num_tiles)):
-        n0, h0, w0 = box_origin(tile, tiles_h, tiles_w, TILE_N, TILE_H, TILE_W)
-        if FLAT:
-            dy = dy_desc.load([tile * BLOCK_M, co0])
-        else:
-            dy = dy_desc.load([n0, h0, w0, co0]).reshape(BLOCK_M, BLOCK_CO)
-        x = x_desc.load([n0, h0 + (row >> 1), row & 1, w0 + (col >> 1), (col & 1) * CI + ci0])
-        acc = tl.dot(tl.trans(dy), x.reshape(BLOCK_M, BLOCK_CI), acc)
-    offs_co = co0 + tl.arange(0, BLOCK_CO)
-    offs_ci = ci0 + tl.arange(0, BLOCK_CI)
-    mask = (offs_co < CO)[:, None] & (offs_ci < CI)[None, :]
-    rows = (split.to(tl.int64) * CO + offs_co) * (TAPS * CI) + tap * CI
-    tl.store(dw_ptr + rows[:, None] + offs_ci[None, :], acc.to(dw_ptr.dtype.element_ty), mask=mask)
-
-
-def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> None:
-    """The gradient of the filters, as `splits` parts that have to be added up."""
-    x, dy, weight, partial, _, padding, *_ = operands
-    co, ci, r, s = weight.shape
-    _, p, q, _ = dy.shape
-    dy_tiles, box, num_tiles, constants = tile_arguments(dy, s, padding, config)
-    blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
-    _stride2_wgrad_kernel[(blocks, r * s, splits)](
-        in_boxes(by_parity(x), [*box[:2], 1, box[2], config.block_ci]), dy_tiles, partial, ci, p, q,
-        co, num_tiles, triton.cdiv(num_tiles, splits),
-        TAPS=r * s, **constants,
-    )  # fmt: skip
 
 
 def refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:

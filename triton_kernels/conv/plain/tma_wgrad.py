@@ -2,6 +2,7 @@
 
 A program adds up products of dy and x over pixels, for one tap or for the three of a row of the
 filter, which share dy. The sum is split into parts where there are too few programs otherwise.
+The kernel and its launcher are of stride 2 as well, whose tiles are in `conv.plain.tma_stride`.
 """
 
 import math
@@ -9,8 +10,6 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...reductions.column_sum import num_splits
 from ...registry.cost import Work, programs_at_a_time
@@ -18,10 +17,11 @@ from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
-from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel
+from ..configs import WgradOperands, fewest_of, split_kernel
 from .products import box_origin, zero_sums
 from .tma_boxes import (
     as_one_row,
+    by_parity,
     count_boxes,
     in_boxes,
     is_pointwise,
@@ -81,7 +81,7 @@ WGRAD_CONFIGS = [  # and rows, or fitted costs, from all
 
 @triton.jit(do_not_specialize=["P", "Q", "num_tiles", "tiles_per_split"])
 def _conv2d_wgrad_tma_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_CI]
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_CI]; STRIDE 2: by parity
     dy_desc,  # [N, P, Q, CO] in boxes [1, 1, TILE_W, BLOCK_CO]; FLAT: [N * P * Q, CO]
     dw_ptr,  # [splits, CO, R * S, CI], each split and each CO a row, any distance apart
     CI,
@@ -93,7 +93,8 @@ def _conv2d_wgrad_tma_kernel(
     num_tiles,  # of pixels
     tiles_per_split,
     S: tl.constexpr,
-    GROUP: tl.constexpr,  # taps of this program: 1 or 3
+    GROUP: tl.constexpr,  # taps of this program: 1 or 3; STRIDE 2: 1
+    STRIDE: tl.constexpr,
     PAD_H: tl.constexpr,
     PAD_W: tl.constexpr,
     ACCUMULATE: tl.constexpr,  # add to what is there
@@ -127,7 +128,11 @@ def _conv2d_wgrad_tma_kernel(
         dy = tl.trans(dy)
         sums = ()
         for i in tl.static_range(GROUP):
-            x = x_desc.load([n0, h0 + r, w0 + s + i, ci0]).reshape(BLOCK_M, BLOCK_CI)
+            if STRIDE == 2:
+                at = [n0, h0 + (r >> 1), r & 1, w0 + (s >> 1), (s & 1) * CI + ci0]
+            else:
+                at = [n0, h0 + r, w0 + s + i, ci0]
+            x = x_desc.load(at).reshape(BLOCK_M, BLOCK_CI)
             sums = sums + (tl.dot(dy, x, accs[i]),)
         accs = sums
 
@@ -143,45 +148,35 @@ def _conv2d_wgrad_tma_kernel(
         tl.store(dw_ptrs + i * CI, value.to(dw_ptr.dtype.element_ty), mask=mask)
 
 
-def num_parts(spec: ConvSpec, gpu: Device, config: WgradConfig | WgradTile, taps: int = 1) -> int:
-    """Parts that the sum over pixels is best split into, by programs of so many taps; of stride 2
-    as well."""
+def num_parts(spec: ConvSpec, gpu: Device, config: WgradConfig) -> int:
+    """Parts that the sum over pixels is best split into."""
     box, _ = wgrad_box(config.block_m, *spec.pixels)
     slots = gpu.num_sms * 8 // config.num_warps
-    programs = math.prod(wgrad_blocks(spec, config, taps))
+    programs = math.prod(_blocks(*spec.of_filters, spec.taps, config))
     return num_splits(programs, count_boxes(box, *spec.pixels), slots, fewest_of(spec))
 
 
 def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
-    x, dy, weight, partial, _, padding, _, stride_co, accumulate = operands
+    x, dy, weight, partial, stride, padding, _, stride_co, accumulate = operands
     co, ci, r, s = weight.shape
-    if is_pointwise(weight, padding):
+    if stride == 1 and is_pointwise(weight, padding):
         x, dy = as_one_row(x), as_one_row(dy)
-    _, p, q, _ = dy.shape
-    dy_tiles, box, num_tiles, constants = tile_arguments(dy, s, padding, config)
-    blocks = _count_blocks(co, ci, r * s, config, config.taps)
-    _conv2d_wgrad_tma_kernel[(*blocks, splits)](
-        in_boxes(x, [*box, config.block_ci]), dy_tiles, partial, ci, p, q, co, co * r * s * ci,
-        r * s * ci if stride_co is None else stride_co, num_tiles, triton.cdiv(num_tiles, splits),
-        GROUP=config.taps, ACCUMULATE=accumulate, **constants, **overlapping(x.device),
-    )  # fmt: skip
-
-
-def tile_arguments(
-    dy: Tensor,  # [N, P, Q, CO]
-    s: int,  # columns of the filter
-    padding: tuple[int, int],
-    config: WgradConfig | WgradTile,
-) -> tuple[TensorDescriptor, tuple[int, int, int], int, dict[str, int | bool]]:
-    """dy as the kernel reads it, the box of a tile of pixels, the number of tiles, and what the
-    kernel has to know when it is compiled, and how; of stride 2 as well."""
-    n, p, q, co = dy.shape
+    n, p, q, channels = dy.shape
     box, flat = wgrad_box(config.block_m, n, p, q)
-    rows = dy.view(n * p * q, co) if flat else dy
-    constants = {"S": s, "PAD_H": padding[0], "PAD_W": padding[1], "FLAT": flat}
-    tiles = in_boxes(rows, [*([math.prod(box)] if flat else box), config.block_co])
-    return tiles, box, count_boxes(box, n, p, q), constants | wgrad_sizes(box, config)
+    of_dy = dy.view(n * p * q, channels) if flat else dy
+    of_x = [*box[:2], 1, box[2]] if stride == 2 else box
+    num_tiles = count_boxes(box, n, p, q)
+    # with stride 2 nothing begins before the launch in front has ended
+    option = overlapping(x.device) if stride == 1 else {}
+    _conv2d_wgrad_tma_kernel[(*_blocks(co, ci, r * s, config), splits)](
+        in_boxes(by_parity(x) if stride == 2 else x, [*of_x, config.block_ci]),
+        in_boxes(of_dy, [*([math.prod(box)] if flat else box), config.block_co]),
+        partial, ci, p, q, co, co * r * s * ci, r * s * ci if stride_co is None else stride_co,
+        num_tiles, triton.cdiv(num_tiles, splits),
+        S=s, GROUP=config.taps, STRIDE=stride, PAD_H=padding[0], PAD_W=padding[1],
+        ACCUMULATE=accumulate, FLAT=flat, **wgrad_sizes(box, config), **option,
+    )  # fmt: skip
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
@@ -216,16 +211,11 @@ def cost(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
     return 3 + products / (1024 * gpu.num_sms) / CLOCKS
 
 
-def wgrad_blocks(spec: ConvSpec, config: WgradConfig | WgradTile, taps: int = 1) -> tuple[int, int]:
-    """Programs by blocks of channels, and by the taps, of which each does so many."""
-    co, ci = spec.of_filters
-    return _count_blocks(co, ci, spec.taps, config, taps)
-
-
-def _count_blocks(co: int, ci: int, all_taps: int, config: tuple, taps: int) -> tuple[int, int]:
-    assert all_taps % taps == 0, "taps of one program are neighbours in a row of the filter"
+def _blocks(co: int, ci: int, taps: int, config: WgradConfig) -> tuple[int, int]:
+    """Programs by blocks of channels, and by groups of taps."""
+    assert taps % config.taps == 0, "taps of one program are neighbours in a row of the filter"
     blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
-    return blocks, all_taps // taps
+    return blocks, taps // config.taps
 
 
 def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
@@ -236,7 +226,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     shared = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2 + 1024
     sums = c.block_co * c.block_ci * c.taps
     return Work(
-        tiles=math.prod(wgrad_blocks(spec, c, c.taps)) * c.splits,
+        tiles=math.prod(_blocks(co, ci, spec.taps, c)) * c.splits,
         resident=max(1, programs_at_a_time(shared, c.num_warps, gpu)),
         products=sums * pixels * steps,
         fetched=pixels * (c.block_co + c.taps * c.block_ci) * 2 * steps,
@@ -252,7 +242,7 @@ WEIGHT_GRAD = split_kernel(
     WgradConfig,
     refuse,
     tiles,
-    lambda spec, gpu, tile: num_parts(spec, gpu, tile, tile.taps),
+    num_parts,
     launch_wgrad,
     cost,
     pads=True,
