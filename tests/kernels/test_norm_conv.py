@@ -6,12 +6,18 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import norm_conv as norm_conv_module
 from triton_kernels.conv.fused_spec import forward_spec
-from triton_kernels.conv.hopper import row_mma
-from triton_kernels.conv.norm_conv import NORM_CONV, norm_conv, norm_conv_of_two
+from triton_kernels.conv.norm_conv import (
+    NORM_CONV,
+    Concat,
+    NormConv,
+    norm_conv,
+    norm_conv_of_two,
+)
 from triton_kernels.norm import sums as norm_sums
 from triton_kernels.norm import tables as norm_tables
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import chip
+from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.resample.op import gather
 from triton_kernels.runtime.dependent_launch import dependent_launches
@@ -22,7 +28,7 @@ from .poison import poison_outputs
 from .test_conv_hopper import gpu, repeatedly
 
 EPS = 1e-5
-TWO, FOUR = row_mma.STATIONARY_TILE, row_mma.STATIONARY_TILE_OF_4
+FOUR = NormConv(256, 0, False)
 
 # Images of one tile or two, whole and in part, several a program; images of several programs
 SHAPES = {
@@ -50,25 +56,19 @@ CASES = [
 ]
 
 
-FORMS = {  # producers, a table
-    "between": (0, False),
-    "between, table": (0, True),
-    "one": (1, False),
-    "one, table": (1, True),
-    "two": (2, False),
-    "two, table": (2, True),
+TWO = {  # tiles of two rows
+    "between": NormConv(128, 0, False),
+    "between, table": NormConv(128, 0, True),
+    "one": NormConv(128, 1, False),
+    "one, table": NormConv(128, 1, True),
+    "two": NormConv(128, 2, False),
+    "two, table": NormConv(128, 2, True),
 }
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     poison_outputs(monkeypatch, norm_conv_module, norm_sums, norm_tables)
-
-
-def use_form(monkeypatch, form):
-    """Let everything be made in that one."""
-    forms = dict.fromkeys(norm_conv_module._FORMS, (norm_conv_module._Form(*FORMS[form]),) * 2)
-    monkeypatch.setattr(norm_conv_module, "_FORMS", forms)
 
 
 def sums_of(x, groups, tiles=16):
@@ -136,20 +136,19 @@ def check_means(y, means):
 class TestGpu:
     pytestmark = gpu
 
-    @pytest.mark.parametrize("form", FORMS)
+    @pytest.mark.parametrize("form", TWO)
     @pytest.mark.parametrize("terms", TERMS)
-    def test_whoever_makes_rows(self, terms, form, monkeypatch):
-        use_form(monkeypatch, form)
-        repeatedly(lambda: check(SHAPES["many tiles"], terms, TWO))
+    def test_whoever_makes_rows(self, terms, form):
+        repeatedly(lambda: check(SHAPES["many tiles"], terms, TWO[form]))
 
-    @pytest.mark.parametrize("config", [TWO, FOUR], ids=["two rows", "four rows"])
+    @pytest.mark.parametrize("config", [None, FOUR], ids=["chosen", "four rows"])
     @pytest.mark.parametrize(("name", "terms"), CASES)
     def test_it(self, name, terms, config):
         if config == FOUR and TERMS[terms][1]:
             pytest.skip("tiles of four rows leave no room for 1x1 convolutions")
         repeatedly(lambda: check(SHAPES[name], terms, config))
 
-    @pytest.mark.parametrize("form", ["two", "two, table"])
+    @pytest.mark.parametrize("table", [False, True])
     @pytest.mark.parametrize(
         ("n", "h", "dtype", "activation"),
         [
@@ -159,16 +158,15 @@ class TestGpu:
             (37, 64, torch.bfloat16, "silu"),
         ],
     )
-    def test_two_tensors(self, n, h, dtype, activation, form, monkeypatch):
-        use_form(monkeypatch, form)
+    def test_two_tensors(self, n, h, dtype, activation, table):
         device = torch.device("cuda")
         x, weight, bias, emb, _ = forward_case(Shape(n, h, 64, 128, 64), dtype, device)
         xs = tuple((2 * half + 1).contiguous() for half in x.split(64, 3))
         tiles = zip(xs, (16, 32), strict=True)
         parts = tuple(norm_sums.tensor_partials(half, n * k) for half, k in tiles)
         given = parts, 32, *sums_of(torch.cat(xs, 3), 32)[2:]
-        table = norm_tables.norm_table(given[0], (h * 64,) * 2, *given[1:])
-        a = fused_reference.apply(*(half.double() for half in xs), table.double(), activation)
+        affine = norm_tables.norm_table(given[0], (h * 64,) * 2, *given[1:])
+        a = fused_reference.apply(*(half.double() for half in xs), affine.double(), activation)
         exact, low = (
             fused_reference.conv_forward(
                 t.double(), weight.double(), bias.double(), emb=emb.double()
@@ -178,14 +176,16 @@ class TestGpu:
 
         def run():
             with dependent_launches():
-                y, sums = norm_conv_of_two(*xs, *given, activation, weight, bias, emb=emb)
+                y, sums = norm_conv_of_two(
+                    *xs, *given, activation, weight, bias, emb=emb, config=Concat(table)
+                )
             assert relative(y, exact) <= 1.1 * relative(low.to(dtype), exact)
             check_stats(y, sums)
             return y, sums
 
         repeatedly(run)
 
-    @pytest.mark.parametrize(("activation", "config"), [("gelu", TWO), ("identity", FOUR)])
+    @pytest.mark.parametrize(("activation", "config"), [("gelu", None), ("identity", FOUR)])
     def test_scale_shift_and_other_activations(self, activation, config):
         shape = SHAPES["many tiles"]
         check(shape, "alone", config, torch.float16, activation, 8, film=True)
@@ -201,8 +201,7 @@ class TestGpu:
         ],
         ids=str,
     )
-    def test_with_means(self, shape, dtype, terms, form, monkeypatch, device):
-        use_form(monkeypatch, form)
+    def test_with_means(self, shape, dtype, terms, form, device):
         x, weight, bias, _, residual = forward_case(shape, dtype, device)
         x = x * 2 + 1
         given = {"residual": residual}
@@ -210,8 +209,8 @@ class TestGpu:
             extra = extra_case(shape, 64, 64, dtype, device)
             given = {"extra": extra, "extra_bias": torch.randn(shape.co, device=device)}
         norm = *sums_of(x, 32), "silu"
-        config = TWO
-        exact = norm_conv(x, *norm, weight, bias, **given, config=config)
+        given["config"] = TWO[form]
+        exact = norm_conv(x, *norm, weight, bias, **given)
 
         def check():
             y, sums, means = norm_conv(x, *norm, weight, bias, **given, means=True)
@@ -226,6 +225,21 @@ def applies(c=64, kernel=3, extra=(), groups=32, tiles=(16,), gpu=HOPPER, **rest
     size = {"n": 1, "dtype": "bf16", "h": 8, "w": 64, "k": c, "c": 64, "r": kernel, "s": kernel}
     spec = ConvSpec(**size | {"extra": extra, "groups": groups, "tiles": tiles} | rest)
     return NORM_CONV.why_apart(spec, gpu) is None
+
+
+def chosen(**rest):
+    """What is taken, of images of 64x64."""
+    size = {"dtype": "bf16", "h": 64, "w": 64, "k": 64, "c": 64, "r": 3, "s": 3}
+    spec = ConvSpec(**size | {"n": 16, "groups": 32, "tiles": (16,)} | rest)
+    return select(NORM_CONV, spec, HOPPER).config
+
+
+def test_how_rows_are_made():
+    assert chosen() == chosen(residual=True) == chosen(extra=(64, 64)) == NormConv(128, 1, False)
+    assert chosen(n=64) == chosen(n=64, extra=(64, 64)) == NormConv(128, 0, True)
+    assert chosen(n=64, residual=True) == NormConv(128, 2, True)
+    two = {"k": 128, "first": 64, "tiles": (16, 16)}
+    assert (chosen(**two), chosen(**two, n=64)) == (Concat(False), Concat(True))
 
 
 def test_what_applies():

@@ -7,7 +7,8 @@ For what wants y alone: act(z) is nowhere in memory afterwards, which spares a p
 writes as much as the convolution does, and the launch of its table. The kernels are those that
 fetch each pixel once, `conv.hopper.stationary_weights` and `stationary_weights_concat`. Warpgroups
 make act(z) of rows of pixels in shared memory while others multiply; or those that multiply do,
-between two tiles, of the rows that are new to them (`_FORMS`).
+between two tiles, of the rows that are new to them. A configuration says which, and whether the
+norm's table is of a launch in front.
 
 Tensors of which 1x1 convolutions are added may be half as large in both directions: these are
 upsampled on the way.
@@ -31,28 +32,21 @@ from .hopper.operands import Means, Norm, Operands
 
 _LEAST_TILES, _MOST_TILES = 4, 64  # of an image, whose sums a warp loads at once
 
-_FOUR_ROWS = row_mma.STATIONARY_TILE_OF_4.block_m
 
+@configures("stationary_weights")
+class NormConv(NamedTuple):
+    """Tiles, and how act(norm(x)) is made."""
 
-class _Form(NamedTuple):
-    """How act(norm(x)) is made."""
-
+    block_m: int  # pixels of a tile
     producers: int  # warpgroups that do nothing else; 0: those that multiply do it
-    table: bool = False  # the norm's table is of a launch in front
-
-
-# By what is added, for few pixels and for many, as was fastest of 16 images of 64x64, and of 64
-_FORMS = {
-    "nothing": (_Form(1), _Form(0, table=True)),
-    "residual": (_Form(1), _Form(2, table=True)),
-    "1x1": (_Form(1), _Form(0, table=True)),
-    "two": (_Form(2), _Form(2, table=True)),
-}
+    table: bool  # whether the norm's table is of a launch in front
 
 
 @configures("stationary_weights_concat")
 class Concat(NamedTuple):
-    """Two tensors of 64 channels each."""
+    """Two tensors of 64 channels each, which two warpgroups make."""
+
+    table: bool  # as that of `NormConv`
 
 
 def _refuse_sums(spec: ConvSpec) -> str | None:
@@ -81,6 +75,29 @@ def _refuse_two(spec: ConvSpec, gpu: Device) -> str | None:
     return row_mma.refuse_two(spec, gpu) or _refuse_sums(spec)
 
 
+def _configs(spec: ConvSpec, gpu: Device) -> list[NormConv]:
+    """The first as was fastest of 16 images of 64x64, or of 64."""
+    many = (2 if spec.residual and not spec.extra else 0), True
+    forms = dict.fromkeys([many, (1, False)] if _is_many(spec, gpu) else [(1, False), many])
+    found = [NormConv(row_mma.STATIONARY_TILE.block_m, *form) for form in forms]
+    if not spec.extra:  # tiles of four rows leave no registers to those who only make them
+        found += [
+            NormConv(row_mma.STATIONARY_TILE_OF_4.block_m, 0, table) for table in (False, True)
+        ]
+    return found
+
+
+def _configs_of_two(spec: ConvSpec, gpu: Device) -> list[Concat]:
+    """The first likewise."""
+    many = _is_many(spec, gpu)
+    return [Concat(many), Concat(not many)]
+
+
+def _is_many(spec: ConvSpec, gpu: Device) -> bool:
+    """Whether there are more tiles than keep the GPU busy."""
+    return spec.n * spec.h * spec.w >= gpu.busy * row_mma.STATIONARY_TILE.block_m
+
+
 def _apart(spec: ConvSpec, gpu: Device) -> str | None:
     wide = spec.upsampled and spec.c != 64
     return "what is added is upsampled on the way to 64 channels alone" if wide else None
@@ -90,30 +107,15 @@ NORM_CONV = Op(
     "norm_conv",
     ("h", "w", "k", "c", "dtype", "residual", "extras"),
     (
+        Kernel("stationary_weights", NormConv, _refuse, _configs, adds=FORWARD_TERMS),
         Kernel(
-            "stationary_weights",
-            row_mma.StationaryWeights,
-            _refuse,
-            row_mma.STATIONARY.configs,
-            adds=FORWARD_TERMS,
-        ),
-        Kernel(
-            "stationary_weights_concat",
-            Concat,
-            _refuse_two,
-            lambda *_: [Concat()],
-            adds=("emb", "stats"),
+            "stationary_weights_concat", Concat, _refuse_two, _configs_of_two, adds=("emb", "stats")
         ),
     ),
     apart=_apart,
 )
 
 _empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
-
-
-def _are_many(pixels: int, device: torch.device) -> bool:
-    """Whether these are of more tiles than keep the GPU busy."""
-    return pixels >= describe(device).busy * row_mma.STATIONARY_TILE.block_m
 
 
 def norm_conv(
@@ -134,7 +136,7 @@ def norm_conv(
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C] or half of H, W; [CO, C]
     extra_bias: Tensor | None = None,  # float32 [CO]
     means: bool = False,  # whether to return those of y over 2x2 pixels
-    config: row_mma.StationaryWeights | None = None,
+    config: NormConv | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Means]:
     """y [N, H, W, CO], and its partials float32 [N, K, 2, CO], as `conv_forward` leaves them; and
     its means over 2x2 pixels, which have the bits of `avg_pool` of y, with their partials."""
@@ -149,34 +151,32 @@ def norm_conv(
     others = [other for other, _ in extra]
     assert all(t.is_contiguous() for t in (x, *others))
     assert residual is None or (residual.shape == (n, h, w, co) and residual.is_contiguous())
-    norm = Norm(activation, partials, num_groups, norm_weight, norm_bias, eps, scale, shift)
-    if means:
-        config = row_mma.STATIONARY_TILE
-    if config is None:
+    of_norm = {"groups": num_groups, "tiles": (partials.shape[1],)}
+    spec = forward_spec(x, weight, extra=others, residual=residual is not None, **of_norm)
+    gpu = describe(x.device)
+    if config is None and means:  # tiles of two rows
+        config = _configs(spec, gpu)[0]
+    elif config is None:
         rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         rest |= {"scale": scale, "shift": shift}
         of_x = (partials, num_groups, norm_weight, norm_bias, eps, activation)
 
-        def run(c: row_mma.StationaryWeights) -> Tensor:
+        def run(c: NormConv) -> Tensor:
             return norm_conv(x, *of_x, weight, bias, **rest, config=c)[0]
 
-        of_norm = {"groups": num_groups, "tiles": (partials.shape[1],)}
-        spec = forward_spec(x, weight, extra=others, residual=residual is not None, **of_norm)
-        config = select(NORM_CONV, spec, describe(x.device), run).config
+        config = select(NORM_CONV, spec, gpu, run).config
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
     tiles = h * w // config.block_m
     sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
     beside = () if residual is None else (residual,)
-    added = "1x1" if extra else "nothing" if residual is None else "residual"
-    form = _FORMS[added][_are_many(n * h * w, x.device)]
-    two_rows = config.block_m != _FOUR_ROWS  # four leave no registers to those who only make them
-    norm = norm._replace(producers=form.producers if two_rows else 0)
-    if form.table:
+    norm = Norm(activation, partials, num_groups, norm_weight, norm_bias, eps, scale, shift)
+    norm = norm._replace(producers=config.producers)
+    if config.table:
         terms = num_groups, norm_weight, norm_bias, eps, scale, shift
         norm = norm._replace(table=norm_table((partials,), (h * w,), *terms))
     room = _empty_means(y, tiles) if means else None
     row_mma.launch(
-        config,
+        row_mma.StationaryWeights(config.block_m),
         Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm, means=room),
     )
     return (y, sums, room) if means else (y, sums)
@@ -202,6 +202,7 @@ def norm_conv_of_two(
     bias: Tensor,  # float32 [64]
     *,
     emb: Tensor | None = None,  # float32 [N, 64], rows any distance apart
+    config: Concat | None = None,
 ) -> tuple[Tensor, Tensor]:  # [N, H, 64, 64]; float32 [N, H / 2, 2, 64]
     """conv(act(norm([x1, x2]))) + bias + emb of two tensors side by side, and its partials."""
     check_activation(activation)
@@ -211,11 +212,20 @@ def norm_conv_of_two(
         check_partials_of(part, h * w, n, 64)
     assert weight.permute(0, 2, 3, 1).is_contiguous()
     assert emb is None or (emb.shape == (n, 64) and emb.stride(1) == 1)
+    given = norm_weight, norm_bias, eps
+    if config is None:
+        of_norm = {"groups": num_groups, "tiles": tuple(part.shape[1] for part in partials)}
+        spec = forward_spec(x1, weight, emb=emb is not None, stats=True, second=x2, **of_norm)
+
+        def run(c: Concat) -> Tensor:
+            of_x = partials, num_groups, *given, activation
+            return norm_conv_of_two(x1, x2, *of_x, weight, bias, emb=emb, config=c)[0]
+
+        config = select(NORM_CONV, spec, describe(x1.device), run).config
     y = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
     sums = _empty((n, h // 2, 2, 64), dtype=torch.float32, device=x1.device)
-    given = norm_weight, norm_bias, eps
     norm = *partials, *given, None
-    if _FORMS["two"][_are_many(n * h * w, x1.device)].table:
+    if config.table:
         norm = *(None,) * 5, norm_table(partials, (h * w, h * w), num_groups, *given)
     slope = rounded_grad(activation, x1.dtype)
     row_mma.launch_two(x1, x2, norm, num_groups, slope, weight, bias, emb, y, sums)
