@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
 
 from triton_kernels import fused_ops
 from triton_kernels.runtime.device import describe, on_gpu
@@ -196,7 +197,10 @@ class Accelerated(nn.Module):
             for kind in sorted(kinds)
             if torch.is_autocast_enabled(kind)
         )
-        return described, str(spec), states, autocast, self._tf32()
+        # what a forward pass may ask, and hooks of every module
+        hooks = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
+        beside = gradients, *(tuple(hook.values()) for hook in hooks)
+        return described, str(spec), states, autocast, self._tf32(), beside
 
     def _tf32(self) -> tuple[bool, bool]:
         """Whether convolutions, and other products, may be in TF32: as PyTorch has been told, and
@@ -261,10 +265,30 @@ def _evaluate(
         launch = launch or launcher(device)
         run_moves(made.schedule.forward, values, _streams(device), launch)
     outputs: dict[Value, Tensor] = {}
-    for v in graph.outputs:  # two of one tensor, of which one may have no gradient
-        seen = any(values[v] is y for w, y in outputs.items() if w is not v)
-        outputs[v] = values[v].detach() if seen else values[v]
+    for v, memory in zip(graph.outputs, made.memory, strict=True):
+        y = values[v].clone() if memory in graph.constants else values[v]
+        # two of one tensor, of which one may have no gradient
+        seen = any(y is z for w, z in outputs.items() if w is not v)
+        outputs[v] = y.detach() if seen else y
     return tuple(outputs[v] for v in graph.outputs), values
+
+
+def _refuse_written(
+    made: Plan, values: dict[Value, Tensor], results: list[Tensor], versions: list[int]
+) -> None:
+    """RuntimeError: backward reads a result that somebody has written to."""
+    written = {
+        y.untyped_storage()._cdata: i
+        for i, (y, version) in enumerate(zip(results, versions, strict=True))
+        if y._version != version
+    }
+    read = {v for move in made.schedule.backward for v in move.reads} if written else ()
+    for at in (written.get(values[v].untyped_storage()._cdata) for v in read if v in values):
+        if at is not None:
+            raise RuntimeError(
+                f"result {at}, of {list(results[at].shape)}, has been modified by an inplace"
+                " operation, and backward reads it; write to a copy of it"
+            )
 
 
 class _Planned(torch.autograd.Function):
@@ -275,7 +299,13 @@ class _Planned(torch.autograd.Function):
         ctx: Any, made: Plan, launch: Callable | None, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         outputs, values = _evaluate(made, list(tensors[:count]), list(tensors[count:]), launch)
+        # no views, to which nobody could write, but of what is the caller's, where it would be seen
+        starts = {*made.graph.inputs, *made.graph.parameters.values()}
+        pairs = zip(made.memory, outputs, strict=True)
+        outputs = tuple(y if v in starts else y.data for v, y in pairs)
         ctx.made, ctx.launch, ctx.values = made, launch, values
+        ctx.results = [y.detach() for y in outputs]
+        ctx.versions = [y._version for y in outputs]
         ctx.save_for_backward(*tensors)  # which notices if somebody has written to one
         results = zip(made.graph.outputs, outputs, strict=True)
         ctx.mark_non_differentiable(*(y for v, y in results if v not in made.backward.seeds))
@@ -291,6 +321,7 @@ class _Planned(torch.autograd.Function):
         if ctx.values is None:
             raise RuntimeError("backward through a plan a second time: its values are gone")
         values, ctx.values = ctx.values, None
+        _refuse_written(made, values, ctx.results, ctx.versions)
         for value, dy in zip(graph.outputs, dys, strict=True):
             seed = backward.seeds.get(value)
             if seed is not None:

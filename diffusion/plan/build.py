@@ -1,6 +1,7 @@
 """Makes a plan from a module and example arguments, by applying the passes in order."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -12,7 +13,7 @@ from triton_kernels.runtime.device import Device
 from .canonical import casts_together
 from .differentiate import Backward, differentiate
 from .fuse.rows import fuse, prepare
-from .graph import Graph
+from .graph import FREE, Graph, Value
 from .join.rules import join
 from .norms import split_norms
 from .schedule import Schedule, schedule
@@ -30,6 +31,17 @@ class Plan:
     @property
     def graph(self) -> Graph:
         return self.traced.graph
+
+    @cached_property
+    def memory(self) -> list[Value]:
+        """Of each result the value in whose memory it is: itself, or one that was there before."""
+        over = {node.out: node.inputs["x"] for node in self.graph.nodes if node.op in FREE}
+        found = []
+        for value in self.graph.outputs:
+            while value in over:
+                value = over[value]
+            found.append(value)
+        return found
 
 
 def _multiplies_low(graph: Graph, tf32: tuple[bool, bool]) -> bool:

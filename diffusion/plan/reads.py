@@ -1,13 +1,13 @@
-"""What a module reads of its parts while it is recorded: a plan serves as long as that is the same.
+"""What a module reads of itself while it is recorded: a plan serves as long as that is the same.
 
 A number of dropout, a hook, a layer that took another's place, or a switch of an adapter decides
-what the forward pass computes, and no argument tells. So the names that the recording read are
-noted, with what is there, and compared in every call. Parameters and buffers are not among them:
-a call reads them anew.
+what the forward pass computes, and no argument tells; so does a method or a number of a class that
+somebody replaces. So the names that the recording read are noted, with what is there, and compared
+in every call. Parameters and buffers are not among them: a call reads them anew.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -24,21 +24,21 @@ Names = dict[tuple[int, str], nn.Module | None]  # None: written before it was r
 
 
 @contextmanager
-def reads_of(module: nn.Module) -> Iterator[Names]:
-    """Notes which attributes of the module's parts this thread reads within."""
-    parts, found, thread = {id(part) for part in module.modules()}, {}, threading.get_ident()
+def reads_of() -> Iterator[Names]:
+    """Notes which attributes of modules this thread reads within."""
+    found, thread = {}, threading.get_ident()
     write = nn.Module.__setattr__
 
-    def noted(part: nn.Module, name: str) -> bool:
-        return id(part) in parts and threading.get_ident() == thread and name not in _NOT_NOTED
+    def noted(name: str) -> bool:
+        return threading.get_ident() == thread and name not in _NOT_NOTED
 
     def read(self: nn.Module, name: str) -> Any:
-        if noted(self, name):
+        if noted(name):
             found.setdefault((id(self), name), self)
         return object.__getattribute__(self, name)
 
     def written(self: nn.Module, name: str, value: Any) -> None:
-        if noted(self, name):
+        if noted(name):
             found.setdefault((id(self), name), None)
         write(self, name, value)
 
@@ -55,23 +55,34 @@ class Reads:
     """What was read, as it is now."""
 
     def __init__(self, names: Names) -> None:
-        self.empty: list[tuple[dict, str, type]] = []  # such as the hooks of most parts
-        self.equal: list[tuple[dict, str, Any]] = []
-        self.inner: list[tuple[dict, str, Any]] = []  # with what is in it
+        self.empty: list[tuple[Mapping, str, type]] = []  # such as the hooks of most parts
+        self.equal: list[tuple[Mapping, str, Any]] = []
+        self.inner: list[tuple[Mapping, str, Any]] = []  # with what is in it
+        self.kinds = {id(part): (part, type(part)) for part in names.values() if part is not None}
+        of_classes: dict[tuple[type, str], Mapping] = {}  # what instances do not have
         for (_, name), part in names.items():
             if part is None or name in part._parameters or name in part._buffers:
                 continue
             at = part._modules if name in part._modules else vars(part)
-            x = at.get(name, _NOTHING)
-            if isinstance(x, list | dict | set) and not x:
-                self.empty.append((at, name, type(x)))
-            elif _is_fixed(x) or _are_fixed(x):
-                self.equal.append((at, name, x.copy() if isinstance(x, list | dict) else x))
-            else:
-                self.inner.append((at, name, _frozen(x)))
+            self._note(at, name)
+            if name not in at and (kind := _class_with(part, name)):
+                of_classes[kind, name] = vars(kind)
+        for (_, name), at in of_classes.items():
+            self._note(at, name)
+
+    def _note(self, at: Mapping, name: str) -> None:
+        x = at.get(name, _NOTHING)
+        if isinstance(x, list | dict | set) and not x:
+            self.empty.append((at, name, type(x)))
+        elif _is_fixed(x) or _are_fixed(x):
+            self.equal.append((at, name, x.copy() if isinstance(x, list | dict) else x))
+        else:
+            self.inner.append((at, name, _frozen(x)))
 
     def hold(self) -> bool:
         """Whether all of it is what it was."""
+        if any(type(part) is not kind for part, kind in self.kinds.values()):
+            return False
         for at, name, x in self.equal:
             y = at.get(name, _NOTHING)
             if y is not x and (type(y) is not type(x) or y != x):
@@ -81,6 +92,13 @@ class Reads:
             if y or type(y) is not kind:
                 return False
         return all(_frozen(at.get(name, _NOTHING)) == x for at, name, x in self.inner)
+
+
+def _class_with(part: nn.Module, name: str) -> type | None:
+    """The class that gives an instance the name; None: none does, or PyTorch's own, which nobody
+    changes."""
+    kind = next((kind for kind in type(part).__mro__ if name in vars(kind)), object)
+    return None if kind in (nn.Module, object) else kind
 
 
 class _Same:

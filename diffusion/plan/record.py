@@ -29,6 +29,7 @@ import triton_kernels
 
 from .composites import INSTEAD
 from .graph import PlanError
+from .host_draws import refused, states
 from .own_functions import OwnFunction, forward_of, noted_by
 from .results import known_result
 from .trees import flatten
@@ -104,14 +105,23 @@ def record(
     """
     # a module that is compiled may be planned in its first call
     run = torch._disable_dynamo(_record) if "torch._dynamo" in sys.modules else _record
+    call, by_device, before = (module, args, kwargs, forward or module), _casts(), states()
     try:
-        return run(module, args, kwargs, forward or module, by_device=_casts())
+        found = run(*call, by_device)
     except _ByDevice:
-        return run(module, args, kwargs, forward or module, by_device=True)
+        by_device = True
+        found = run(*call, by_device)
+    # this thread may have drawn, or another
+    return found if states() == before else run(*call, by_device, draws=False)
 
 
 def _record(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], forward: Callable, by_device: bool
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    forward: Callable,
+    by_device: bool,
+    draws: bool = True,  # may generators of the host be asked; False: PlanError
 ) -> Recording:
     leaves, spec = flatten((args, kwargs))
     differentiable = torch.is_grad_enabled()
@@ -144,6 +154,7 @@ def _record(
                 stateless._reparametrize_module(module, states),
                 _Functions(notes) as functions,
                 noted_by(functions.own),
+                nullcontext() if draws else refused(notes.line_at),
             ):
                 result = forward(*args, **kwargs)
             for place, x in before.items():  # in which the call leaves what is there behind it
@@ -413,6 +424,10 @@ class _Notes(TorchDispatchMode):
 
     def _source(self, frame: FrameType) -> str:
         return self._line(traceback.walk_stack(frame))
+
+    def line_at(self, frame: FrameType) -> str:
+        """Of a call that was made there."""
+        return self._source(frame)
 
     def line_of(self, error: Exception) -> str:
         """Where it was raised."""

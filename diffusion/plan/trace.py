@@ -68,7 +68,7 @@ def trace(
     for i, x in enumerate(leaves((args, kwargs))):
         if isinstance(x, Tensor) and x.numel() == 0:
             raise PlanError(f"its argument {i} is {list(x.shape)}: no plan is for empty tensors")
-    with plain_layers(module, dtype), reads_of(module) as names:
+    with plain_layers(module, dtype), reads_of() as names:
         recording = record(module, args, kwargs or {}, forward)
     traced = _Tracer(recording).run(Reads(names))
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
@@ -155,6 +155,8 @@ class _Tracer:
             elif holds_tensors(leaf):
                 name = type(leaf).__name__
                 raise PlanError(f"the result has tensors in a {name}, into which no plan puts any")
+            elif isinstance(leaf, Iterator):
+                raise PlanError("the result is a generator, which a call makes once; give a list")
             else:
                 results.append(leaf)
         written = self.recording.written

@@ -1,8 +1,10 @@
 """An accelerated module stands in for the module: results, gradients, chains, autocast, DDP."""
 
 import copy
+import gc
 import json
 import re
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -355,6 +357,60 @@ def test_a_second_backward_and_changed_parameters_raise():
         net.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
+
+
+class Results(nn.Module):
+    """A result that the next layer reads, one in another shape, an argument and a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.first(x)
+        return y, self.second(y).flatten(), x, torch.arange(3.0)
+
+
+def test_results_that_are_written_to():
+    """What backward reads may not be, as in the module; the rest is the caller's."""
+    torch.manual_seed(0)
+    net, x = Results(), torch.randn(2, 3)
+    fast, grads = accelerate(net), []
+    for called in (net, fast):
+        y, z, _, _ = called(x)
+        z.mul_(2).clamp_(-1, 1)
+        grads.append(torch.autograd.grad(y.sum() + z.square().sum(), list(net.parameters())))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+    for called in (net, fast):
+        y, z, _, _ = called(x)
+        y.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            z.sum().backward()
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            fast(x)[3].mul_(2)
+            assert torch.equal(fast(x)[3], torch.arange(3.0))
+
+
+def test_results_do_not_keep_what_backward_reads():
+    """Once nobody has them, without a collection of cycles."""
+    fast = accelerate(nn.Sequential(nn.Linear(3, 4), nn.Tanh()))
+    gc.disable()
+    try:
+        kept = weakref.ref(fast(torch.ones(2, 3)))
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_generator_is_refused():
+    class Yields(nn.Conv2d):
+        def forward(self, x):
+            return (y for y in [self.weight * x])
+
+    with pytest.raises(PlanError, match="the result is a generator"):
+        accelerate(Yields(3, 4, 1))(torch.ones(1, 3, 4, 4))
 
 
 def test_a_gradient_penalty_raises():

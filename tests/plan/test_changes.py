@@ -3,8 +3,11 @@ weights from elsewhere; and what a forward pass changes itself."""
 
 import copy
 import pickle
+import random
+import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,6 +95,75 @@ def test_what_changes_between_calls_counts(nets, what):
     loss.backward()
     for a, b in zip(module.parameters(), fast.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+class Doubled(nn.Conv2d):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+OF_CLASSES = {
+    "a number": lambda net: setattr(type(net), "gain", 3.0),
+    "a method": lambda net: setattr(type(net), "forward", lambda self, x: self.conv(x) + 1),
+    "the class of a layer": lambda net: setattr(net.conv, "__class__", Doubled),
+    "a layer that is no part": lambda net: setattr(net.beside[0], "negative_slope", 0.5),
+}
+
+
+@pytest.mark.parametrize("what", OF_CLASSES)
+def test_what_changes_in_classes_counts(what):
+    """As tools do that put their own methods into another's network."""
+
+    class Small(nn.Module):
+        gain = 2.0
+
+        def __init__(self):
+            super().__init__()
+            self.conv, self.beside = nn.Conv2d(3, 4, 1), [nn.LeakyReLU(0.1)]
+
+        def forward(self, x):
+            return self.beside[0](self.conv(x)) * self.gain
+
+    module, x = Small(), torch.randn(2, 3, 4, 4)
+    fast = accelerate(module)
+    before = fast(x)
+    OF_CLASSES[what](module)
+    assert (module(x) - before).abs().max() > 1e-3
+    torch.testing.assert_close(fast(x), module(x))
+
+
+def test_what_a_forward_asks_of_pytorch_counts():
+    """Whether gradients are recorded, also where nothing has one; and hooks of every module."""
+    module = Does(lambda net, y, given: y * (2 if torch.is_grad_enabled() else 1))
+    fast, x = accelerate(module.requires_grad_(False)), torch.randn(1, 3, 4, 4)
+    torch.testing.assert_close(fast(x, None), module(x, None))
+    with torch.no_grad():
+        torch.testing.assert_close(fast(x, None), module(x, None))
+    of_every = nn.modules.module.register_module_forward_hook
+    handle = of_every(lambda part, given, y: y + 1 if isinstance(part, nn.Conv2d) else y)
+    try:
+        torch.testing.assert_close(fast(x, None), module(x, None))
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: random.randint(0, 9), lambda: np.random.rand()]
+)
+def test_draws_of_the_host_are_refused(draw):
+    """By this thread, though not those that another makes meanwhile."""
+    x = torch.randn(1, 3, 4, 4)
+    with pytest.raises(PlanError, match=r"random.* drawn once for all calls.*test_changes.py:\d+"):
+        accelerate(Does(lambda net, y, given: y * draw()))(x, None)
+
+    def beside(net, y, given):
+        thread = threading.Thread(target=draw)
+        thread.start()
+        thread.join()
+        return y
+
+    net = Does(beside)
+    torch.testing.assert_close(accelerate(net)(x, None), net(x, None))
 
 
 def test_what_the_forward_does_not_read_needs_no_other_plan(nets):
