@@ -10,8 +10,9 @@ import triton_kernels
 from diffusion.models.conditions import Conditions, with_null_token
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.unet import UNet
+from diffusion.plan import execute
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.step import memory, network
+from diffusion.plan.step import memory
 from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.runtime.backend import Backend
 from triton_kernels import reference
@@ -248,7 +249,7 @@ def test_same_bits_twice(batch, device, monkeypatch):
     seen = []
     for overlap in (True, True, True, True, False):
         if not overlap:
-            monkeypatch.setattr(network, "dependent_launches", lambda pixels: nullcontext())
+            monkeypatch.setattr(execute, "dependent_launches", lambda pixels: nullcontext())
         flat.grad.zero_()
         plan(x, t).float().square().sum().backward()
         seen.append(flat.grad.clone())

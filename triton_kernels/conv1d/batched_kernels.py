@@ -54,13 +54,14 @@ def _load_samples(
     """A block of channels, and the block `second` channels behind it if there are two parts."""
     WIDTH: gl.constexpr = x_desc.block_type.shape[2]
     BOX: gl.constexpr = [TOGETHER, SAMPLES, WIDTH]
+    LAYOUT: gl.constexpr = x_desc.layout  # Triton 3.6 does not take it as an argument as it is
     SLOT: gl.constexpr = PARTS * TIMES * SAMPLES // 8  # chunks
     bar = x_full.index(slot)
     mbarrier.expect(bar, PARTS * TIMES * SAMPLES * 128)
     for part in gl.static_range(PARTS):
         for j in gl.static_range(TIMES // TOGETHER):
             buf = view_from(
-                x_bufs, slot * SLOT, BOX, x_desc.layout,
+                x_bufs, slot * SLOT, BOX, LAYOUT,
                 (part * TIMES + _row(j * TOGETHER, TIMES, STRIDE)) * SAMPLES // 8, SLOT,
             )  # fmt: skip
             at = [t + j * TOGETHER, n, block * WIDTH + part * second]
