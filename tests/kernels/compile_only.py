@@ -251,12 +251,14 @@ def _with_layout(kind: str) -> str:
 
 
 def _serve() -> None:
-    """Answer each line of stdin, the name of a case, by a line of JSON."""
+    """Answer each line of stdin, a case or the name of a recorded one, by a line of JSON."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the compiler prints is not an answer
     cases = load_cases()
     for line in sys.stdin:
-        print(json.dumps(compile_case(cases[line.rstrip("\n")])), file=answers, flush=True)
+        line = line.rstrip("\n")
+        case = json.loads(line) if line.startswith("{") else cases[line]
+        print(json.dumps(compile_case(case)), file=answers, flush=True)
 
 
 def main() -> None:

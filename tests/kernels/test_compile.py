@@ -15,6 +15,7 @@ import pytest
 import triton
 
 from triton_kernels.hopper.compat import VIEWS_ARE_SLICES
+from triton_kernels.norm.tables import _lanes_of
 
 from .compile_only import (
     SHARED_LIMIT,
@@ -144,6 +145,24 @@ def test_compiles(compiled, wanted):
         assert result["narrow_loads"] == 0, f"loads number by number: {result}"
     if expect.tma is not None:
         assert (result["tma_loads"] > 0) == expect.tma, result
+
+
+@pytest.mark.parametrize("arch", (90, 120))
+def test_tables_of_wide_groups(compiled, arch):
+    """One group of 200 channels, of two tensors in 64 tiles each: four warps would spill."""
+    case = json.loads(json.dumps(CASES[f"norm/table_kernels:norm_table_kernel 1 sm_{arch}"]))
+    for name in ("partial2_ptr", "scale_ptr", "shift_ptr"):
+        del case["constexprs"][name]
+        case["signature"][name] = "*fp32"
+    lanes = _lanes_of(200, 1, 64, 64)
+    sizes = ("BLOCK_K1", "BLOCK_K2", "BLOCK_G", "BLOCK_J")
+    case["constexprs"] |= dict(zip(sizes, lanes.blocks, strict=True), K1=64, K2=64, CG=lanes.cg)
+    case["options"]["num_warps"] = lanes.num_warps
+    case["multiples"] = [name for name in case["multiples"] if name not in ("C1", "C")]
+    result = compiled(json.dumps(case))
+    assert result["ok"], result["error"]
+    if PINNED:
+        assert result["spills"] == 0, result
 
 
 def test_every_kernel_was_recorded():

@@ -42,8 +42,10 @@ from .table_kernels import (
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-# Lanes times tiles that a warp loads at once: 32 numbers a thread of each of two statistics. One
-# warp a program, if that will do: warps would meet at a barrier for every sum.
+# Lanes times tiles that a warp loads at once: 32 numbers a thread of each of two statistics. Half
+# as many where there are as many lanes, of each of which a thread keeps gain and offset too, or
+# where tiles take several rounds, between which it keeps their mean and M2. One warp a program, if
+# that will do: warps would meet at a barrier for every sum.
 _WARP_TILE = 1024
 _LOADED = 2048  # partial sums that a program of a pass loads at a time
 
@@ -92,7 +94,9 @@ def _lanes_of(c: int, num_groups: int, *ks: int) -> _Lanes:
     block_g = min(max(wanted // block_j, 1), triton.next_power_of_2(num_groups))
     lanes = block_g * block_j
     blocks = [min(triton.next_power_of_2(k), max(4 * _WARP_TILE // lanes, 1)) for k in ks]
-    num_warps = max(1, min(4, lanes * max(blocks) // _WARP_TILE))
+    rounds = any(block < k for block, k in zip(blocks, ks, strict=True))
+    numbers = 2 * lanes * max(blocks) if rounds else lanes * max(*blocks, 2)
+    num_warps = max(1, min(8, numbers // _WARP_TILE))
     return _Lanes(triton.cdiv(num_groups, block_g), cg, (*blocks, block_g, block_j), num_warps)
 
 
