@@ -52,18 +52,17 @@ class Cold:
         size = spec.taps * spec.k * spec.c * spec.itemsize
         count = min(max(math.ceil(_BYTES / size), _FEWEST), _MOST)
         self.op, self.spec = op, spec
-        self.x = harness.drawn(device, spec.n, spec.h, spec.w, spec.k, dtype=torch.bfloat16)
+        dtype = torch.float32 if spec.itemsize == 4 else torch.bfloat16
+        self.x = harness.drawn(device, spec.n, spec.h, spec.w, spec.k, dtype=dtype)
         filters = spec.c, spec.r, spec.s, spec.k
-        self.filters = [
-            harness.drawn_filters(device, *filters, dtype=torch.bfloat16) for _ in range(count)
-        ]
+        self.filters = [harness.drawn_filters(device, *filters, dtype=dtype) for _ in range(count)]
         self.bias = torch.zeros(spec.c, device=device)
 
     def __call__(self, config: tuple, filters: int = 0) -> Tensor:
         """[N, H, W, C], of one set of filters; of parts [N, C, H * W]."""
         x, weight = self.x, self.filters[filters]
         if self.op is CONV_SPLIT:
-            parts = conv_split(x, weight, config=config)
+            parts = conv_split(x, weight, allow_tf32=self.spec.dtype != "fp32", config=config)
         else:
             kernel = self.op.kernel_of(config)
             parts = kernel.launch(config, x, weight, self.bias, stats=self.spec.stats)[0][None]

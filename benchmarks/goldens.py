@@ -79,10 +79,10 @@ def _actions(n: int) -> Callable[[], None]:
     return lambda: train(settings)
 
 
-def _evaluation(name: str, n: int) -> Callable[[], None]:
+def _evaluation(name: str, n: int, precision: str = "bf16") -> Callable[[], None]:
     def run() -> None:
         side = SIZES[name]
-        backend = choose_backend("triton", "bf16", _CPU)
+        backend = choose_backend("triton", precision, _CPU)
         with torch.device("meta"):
             model = build_model(_model(name), backend, (side, side), 3, False, torch.device("meta"))
         network = sampling_network(model.to_empty(device=_CPU).eval())
@@ -111,6 +111,8 @@ def jobs() -> dict[str, Callable[[], None]]:
     for name in SIZES:
         found |= {f"train {name} {n}": _images(name, n) for n in TRAINED}
         found |= {f"draw {name} {n}": _evaluation(name, n) for n in DRAWN}
+    for precision in ("tf32", "fp32"):
+        found[f"draw unet64 {precision} 1"] = _evaluation("unet64", 1, precision)
     found |= {f"train unet1d {n}": _actions(n) for n in (64, 256)}
     for precision in ("bf16", "fp32"):
         found |= {f"act unet1d {precision} {n}": _call(precision, n) for n in ACTED}

@@ -12,6 +12,7 @@ layers of models that people train.
            norm_apply,norm_backward,norm_of_sums   (`benchmarks.sweep_norms`)
            weight_grads         of 1x1 filters, in groups
            tf32,fp32            weight gradients in these types
+           split_tf32,split_fp32
     layers=mixed,small,exact,wide,pointwise,odd,narrow   of forward, both gradients, tf32 and fp32:
                         which of `LAYERS`
 
@@ -85,6 +86,7 @@ DEFAULTS = {
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 OF_FEW = {"split": CONV_SPLIT, "few": CONV_FEW}
+OF_FEW |= {f"split_{dtype}": CONV_SPLIT for dtype in ("tf32", "fp32")}
 OF_ATTENTION = {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
 OF_32_BITS = {"tf32": WEIGHT_GRAD, "fp32": WEIGHT_GRAD}
 OPS |= (
@@ -358,10 +360,10 @@ def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, Spec]
             found += [("weight_grads", _group(n, side, c, each)) for each in _GROUPS_OF]
     for i, (side, ci, co, r) in enumerate(LAYERS_OF_FEW):
         for n in (1, 4, 16)[: 3 if r == 1 else 1 + (i % 3 == 0)]:
-            given = {"n": n, "dtype": "bf16", "h": side, "w": side, "r": r, "s": r}
+            given = {"n": n, "h": side, "w": side, "r": r, "s": r}
             for name in OF_FEW:
-                stats = name == "few"
-                spec = ConvSpec(k=ci, c=co, stats=stats, filters=(co, ci), **given)
+                given |= {"dtype": name.partition("_")[2] or "bf16", "stats": name == "few"}
+                spec = ConvSpec(k=ci, c=co, filters=(co, ci), **given)
                 found += [(name, spec)] if name in passes else []
     found += [
         (name, spec)

@@ -14,11 +14,17 @@ from types import ModuleType, SimpleNamespace
 
 from torch import Tensor
 
-# Of these the first results are activations that convolutions read, or gradients that their input
-# and weight gradients read. `skip_backward` and attention round what they write by themselves.
+# Of these the first results are images or activations that convolutions read, or gradients that
+# their input and weight gradients read; of `resample_parts` what is resampled. `skip_backward` and
+# attention round what they write by themselves.
 OPERANDS = (
     "apply",
     "apply_upsampled",
+    "begin_step",
+    "norm_of_sums",
+    "norm_of_sums_upsampled",
+    "norm_single_cta",
+    "resample_parts",
     "norm_apply",
     "norm_apply_upsampled",
     "norm_dx",

@@ -11,7 +11,7 @@ mode       train: with gradients; sample: without
 gpu        one of `triton_kernels.registry.chips`
 size       pixels per side; for a policy, steps of a chunk
 channels   of an image; for a policy, numbers of an action
-precision  bf16, fp32, or with mode=train tf32
+precision  bf16, fp32, tf32
 context    77x768: tokens and numbers per token of a sequence condition; empty: none
 out        file for a picture of the timeline; empty: none
 """
@@ -36,6 +36,7 @@ from ..models.unet1d import UNet1d
 from ..presets import CONFIGS, parsed, preset
 from ..runtime.backend import PRECISIONS, Backend
 from .build import Plan, plan
+from .calls.table import Kernels
 from .graph import PlanError
 from .inference import sampling_plan
 from .inference1d import real_time_plan
@@ -146,23 +147,26 @@ def _page(given: dict[str, str], changed: dict[str, Any], gpu: Chip) -> Page:
         x = x.permute(0, 2, 3, 1).contiguous()
         return step_page(network.train(), x, *(labels or [None]), gpu)
     kwargs = kwargs if trains else {}
-    return page(_plan(network.train(trains), args, kwargs, trains, gpu), gpu)
+    return page(*_plan(network.train(trains), args, kwargs, trains, gpu))
 
 
-def _plan(network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip) -> Plan:
-    """What runs: samplers and policies ask the framework's networks in their own ways. Other
-    networks have the plan of `accelerate`, in train.py too, and what runs layer by layer."""
+def _plan(
+    network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip
+) -> tuple[Plan, Chip, Kernels]:
+    """What runs, and on which kernels: samplers and policies ask the framework's networks in their
+    own ways. Other networks have the plan of `accelerate`, in train.py too, and what runs layer by
+    layer."""
     if isinstance(network, UNet1d) and not trains:
         n, length, _ = args[0].shape
-        return real_time_plan(network, n, length, fused_ops, gpu.gpu)
+        return real_time_plan(network, n, length, fused_ops, gpu.gpu), gpu, fused_ops
     if trains or not isinstance(network, UNet):
-        return plan(network, args, kwargs, trains=trains)
+        return plan(network, args, kwargs, trains=trains), gpu, fused_ops
     n, c, h, w = args[0].shape
     device = args[0].device
     shape, context = torch.Size((n, h, w, c)), parts_of(args[2] if len(args) > 2 else None).context
     tokens = 0 if context is None else context.shape[1]
     kernels = step_kernels(network.backend)
-    return sampling_plan(network, shape, device, kernels, gpu.gpu, tokens)
+    return sampling_plan(network, shape, device, kernels, gpu.gpu, tokens), gpu, kernels
 
 
 def main(arguments: list[str]) -> None:

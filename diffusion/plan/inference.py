@@ -249,13 +249,12 @@ def sampling_plan(
     graph.prune()
     gpu = describe(device) if gpu is None else gpu
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-    in_32_bits = model.backend.dtype == torch.float32
-    if not in_32_bits:  # in which the joined kernels do not multiply, nor round operands to TF32
-        join(graph, parameters, kernels, gpu)
+    tf32 = model.backend.allow_tf32 or model.backend.dtype != torch.float32
+    join(graph, parameters, kernels, gpu, tf32=tf32)
     graph.inputs.append(_zeros(graph))
     graph.check()
     for node in graph.nodes:
-        node.tf32 = model.backend.allow_tf32 or not in_32_bits
+        node.tf32 = tf32
     made = schedule(graph)
     graph.nodes = made.nodes
     graph.rename()

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from triton_kernels import fused_ops
 from triton_kernels.registry.chips import Chip, floor
 from triton_kernels.registry.choose import Decision, noted
 from triton_kernels.runtime.launch_recorder import noting_launches
 
 from .build import Plan
-from .calls.table import BY_PYTORCH, launch_kernels
+from .calls.table import BY_PYTORCH, Kernels, launcher_of
 from .execute import Streams, run_moves
 from .graph import FREE, Node, Value
 from .moves import Move
@@ -128,9 +129,9 @@ class Writer:
         self._waits = ()
 
 
-def lines(plan: Plan, gpu: Chip) -> list[Line]:
-    """The lines of a plan, in the order in which it runs."""
-    kernels, s, writer = launched(plan, gpu), plan.schedule, Writer(gpu, plan.graph.why)
+def lines(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> list[Line]:
+    """The lines of a plan, in the order in which it runs, by these kernels."""
+    kernels, s, writer = launched(plan, gpu, ops), plan.schedule, Writer(gpu, plan.graph.why)
     forward = set(s.forward)
     for move in s.moves:
         pass_ = "forward" if move in forward else "backward"
@@ -141,8 +142,8 @@ def lines(plan: Plan, gpu: Chip) -> list[Line]:
     return writer.lines
 
 
-def page(plan: Plan, gpu: Chip) -> Page:
-    return Page(lines(plan, gpu), f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak")
+def page(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> Page:
+    return Page(lines(plan, gpu, ops), f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak")
 
 
 def _moved(node: Node) -> set[Value]:
@@ -182,21 +183,21 @@ def _pixels(image: Value) -> int:
 # --- which kernels --------------------------------------------------------------------------------
 
 
-def launched(plan: Plan, gpu: Chip) -> dict[Node, Launched]:
-    """Of each node what it launches on such a GPU."""
+def launched(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> dict[Node, Launched]:
+    """Of each node what it launches on such a GPU, of these kernels."""
     if is_interpreted():
         return {node: Launched((node.op,)) for node in plan.schedule.nodes}
     values = {v: _blank(v) for v in (*plan.graph.inputs, *plan.graph.parameters.values())}
     values |= plan.graph.constants
     if plan.backward is not None:
         values |= {seed: _blank(seed) for seed in plan.backward.seeds.values()}
-    found = {}
+    found, run = {}, launcher_of(ops)
 
     def launch(node: Node, values: Mapping[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
         if node.op in BY_PYTORCH:
             found[node] = Launched(("" if node.op in FREE else "PyTorch",))
             return {value: _blank(value) for value in node.outputs.values()}
-        made = launch_kernels(node, values)
+        made = run(node, values)
         found[node] = notes.taken()
         return made
 

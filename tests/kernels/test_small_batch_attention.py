@@ -7,6 +7,7 @@ from triton_kernels import reference
 from triton_kernels.attention import small_batch
 from triton_kernels.embedding import begin_step
 from triton_kernels.reference import fused as fused_reference
+from triton_kernels.tf32 import rounded_to_tf32
 
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
     as_double,
@@ -57,6 +58,12 @@ def test_begin_step(shape, indexed, device):
     image, emb = begin_step.begin_step(x, 16, torch.float16, cleared=words[:1300])
     assert not words[:1300].any() and (words[1300:] == -1).all()
     assert emb is None and torch.equal(image, fused_reference.begin_step(*arguments[:3])[0])
+
+
+def test_images_of_a_step_are_rounded_to_tf32(device):
+    x = randn(2, 3, 5, 3, device=device)
+    image, _ = begin_step.begin_step(x, 16, torch.float32, tf32=True)
+    assert torch.equal(image[..., :3], rounded_to_tf32(x)) and not image[..., 3:].any()
 
 
 # --- on the GPU -----------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from triton_kernels.conv.plain.split_k import CONV_SPLIT, SplitConfig
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.device import describe
+from triton_kernels.tf32 import rounded_to_tf32
 
+from ..tensor_cores import tensor_cores_cut_off  # noqa: F401  a fixture
 from .chips import HOPPER
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
     close,
@@ -39,20 +41,51 @@ def double(extra):
     return [(x.double(), w.double()) for x, w in extra]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("case", CONVS.values(), ids=CONVS)
-def test_conv_split(case, dtype, device):
-    if device.type == "cuda" and dtype == torch.float32:
-        pytest.skip("float32 is multiplied in TF32 on a GPU")
+def split_case(case, precision, device):
+    """Operands as a plan has them, and those that are multiplied: in TF32 filters and x have been
+    rounded before, and what the 1x1 convolutions read is rounded on the way."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     x, weight, extra, splits = conv_inputs(case, dtype, device)
-    parts = conv_split.conv_split(
-        x, weight, extra=extra, config=SplitConfig(64, 64, 32, 4, 2, splits)
-    )
-    assert parts.dtype == torch.float32 and parts.shape[0] == splits
+    seen = x, weight, extra
+    if precision == "tf32":
+        channels_last = {"memory_format": torch.channels_last}
+        x, weight = rounded_to_tf32(x), rounded_to_tf32(weight).contiguous(**channels_last)
+        extra = [(other, rounded_to_tf32(w)) for other, w in extra]
+        seen = x, weight, [(rounded_to_tf32(other), w) for other, w in extra]
+    return (x, weight, extra), seen, splits
+
+
+def check_split(parts, seen, precision):
+    """Their sum is that of the products. Tensor cores round every addition towards zero, and of
+    float32 each one of a step."""
+    x, weight, extra = seen
     exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
     low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
-    close(parts.sum(0), exact, low)
+    rest = {"tf32": 1e-4, "fp32": 4e-6} if x.is_cuda else {}
+    close(parts.sum(0), exact, low, rest=rest.get(precision, 1e-6))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
+@pytest.mark.parametrize("case", CONVS.values(), ids=CONVS)
+def test_conv_split(case, precision, tensor_cores_cut_off, device):  # noqa: F811
+    (x, weight, extra), seen, splits = split_case(case, precision, device)
+    options = {"extra": extra, "allow_tf32": precision == "tf32"}
+    config = SplitConfig(64, 64, 32, 4, 2, splits)
+    parts = conv_split.conv_split(x, weight, **options, config=config)
+    assert parts.dtype == torch.float32 and parts.shape[0] == splits
+    check_split(parts, seen, precision)
     assert all(part.abs().sum() > 0 for part in parts)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_float32_in_parts_keeps_infinities(tensor_cores_cut_off, device):  # noqa: F811
+    """The second part of a filter may be zero, and infinity times zero is no number."""
+    x = torch.ones(1, 4, 4, 16, device=device)
+    x[0, 1, 1, 0] = torch.inf
+    weight = torch.ones(16, 16, 1, 1, device=device)
+    config = SplitConfig(64, 64, 16, 4, 2, 1)
+    (y,) = conv_split.conv_split(x, weight, allow_tf32=False, config=config)
+    assert torch.equal(y[0], (x.sum(3).flatten() * torch.ones(16, 1, device=device)))
 
 
 def test_parts_of_an_empty_batch(device):
@@ -60,10 +93,12 @@ def test_parts_of_an_empty_batch(device):
     assert conv_split.conv_split(x, weight).shape[1:] == (0, 16, 16)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
 @pytest.mark.parametrize("case", CONVS.values(), ids=CONVS)
-def test_every_candidate_has_work_for_each_part(case, device):
-    x, weight, extra, _ = conv_inputs(case, torch.float16, device)
-    spec = forward_spec(x, weight, extra=[other for other, _ in extra])
+def test_every_candidate_has_work_for_each_part(case, precision, device):
+    (x, weight, extra), *_ = split_case(case, precision, device)
+    others = [other for other, _ in extra]
+    spec = forward_spec(x, weight, extra=others, allow_tf32=precision == "tf32")
     for config in CONV_SPLIT.kernel("split_k").configs(spec, describe(device)):
         steps = conv_split._steps(config.block_k, spec)
         each = -(-steps // config.parts)
@@ -161,17 +196,18 @@ SHAPES = {  # of unet64 at batch 1 and 16
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "fp32"])
 @pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
-def test_every_configuration(case, device):
-    x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
-    exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
-    low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
-    spec = forward_spec(x, weight, extra=[other for other, _ in extra])
+def test_every_configuration(case, precision, device):
+    (x, weight, extra), seen, _ = split_case((*case, 1), precision, device)
+    options = {"extra": extra, "allow_tf32": precision == "tf32"}
+    others = [other for other, _ in extra]
+    spec = forward_spec(x, weight, extra=others, allow_tf32=precision == "tf32")
     for config in CONV_SPLIT.kernel("split_k").configs(spec, describe(device)):
         for _ in range(3):
-            parts = conv_split.conv_split(x, weight, extra=extra, config=config)
+            parts = conv_split.conv_split(x, weight, **options, config=config)
             assert parts.shape[0] == config.parts
-            close(parts.sum(0), exact, low)
+            check_split(parts, seen, precision)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry import search
 from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import NormSpec
+from triton_kernels.tf32 import rounded_to_tf32
 
 from .chips import HOPPER
 from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
@@ -275,6 +276,53 @@ def test_tiles_are_compared_where_they_write(device, monkeypatch):
     with search.search() as found:
         norm_of_sums.norm_of_sums_upsampled(small, x2, *norm, corners=True)
     assert len(found.times) > 1 and not found.rejected
+
+
+def check_rounded(got, expected):
+    """To TF32, and then within a bit of it."""
+    assert torch.equal(got, rounded_to_tf32(got))
+    torch.testing.assert_close(got, expected, rtol=2**-10, atol=1e-6)
+
+
+def test_whole_norms_and_means_are_rounded_to_tf32(device):
+    x1, x2, *norm, _ = norm_inputs(NORMS["two tensors"], torch.float32, device)
+    norm += [EPS, "silu"]
+    for given, options in (
+        (x1, {}),
+        (reference.upsample_nearest2d(x1) + 1e-4, {"pool": True}),
+    ):
+        a, means = norm_single_cta.norm_single_cta(given, x2, *norm, **options, tf32=True)
+        expected = fused_reference.norm_single_cta(given, x2, *norm, **options, tf32=True)
+        check_rounded(a, expected[0])
+        assert means is x1 or check_rounded(means, expected[1]) is None
+    split, x2, *norm = split_of(NORMS["two tensors"], torch.float32, device)
+    a, y = norm_single_cta.norm_single_cta(split, x2, *norm, EPS, "silu", tf32=True)
+    check_rounded(a, fused_reference.norm_single_cta(split, x2, *norm, EPS, "silu", tf32=True)[0])
+    assert torch.equal(y, split_k_sum.sum_parts(split)[0])  # the residual stream stays float32
+
+
+@pytest.mark.parametrize("kernel", ["small_batch", "from_partials", "table_and_apply"])
+def test_norms_of_sums_are_rounded_to_tf32(kernel, device, monkeypatch):
+    take(monkeypatch, norm_of_sums=kernel)
+    small, x2 = randn(2, 3, 5, 28, device=device), randn(2, 6, 10, 20, device=device)
+    large, norm = reference.upsample_nearest2d(small), (4, *randn(2, 48, device=device), EPS)
+    sums = partials_of(small, 3), partials_of(x2, 3)
+    given = small, x2, sums, (15, 60), *norm, "silu"
+    a, again = norm_of_sums.norm_of_sums_upsampled(*given, tf32=True)
+    expected, _ = fused_reference.norm_of_sums_upsampled(*given, tf32=True)
+    check_rounded(a, expected)
+    assert torch.equal(again, large)
+    sums = partials_of(large, 3), partials_of(x2, 3)
+    a = norm_of_sums.norm_of_sums(large, x2, sums, (60, 60), *norm, "silu", tf32=True)
+    check_rounded(a, expected)
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["pooled", "upsampled"])
+def test_what_is_resampled_is_rounded_to_tf32(up, device):
+    split, *_ = split_of((2, 4, 6, 24, 0, 8), torch.float32, device)
+    y, resampled, _ = split_k_sum.resample_parts(split, up, tf32=True)
+    assert torch.equal(y, split_k_sum.sum_parts(split)[0])
+    check_rounded(resampled, fused_reference.resample_parts(split, up, tf32=True)[1])
 
 
 @pytest.mark.parametrize(("shape", "k"), [((1, 16, 16, 32), 8), ((2, 12, 12, 16), 4)], ids=str)

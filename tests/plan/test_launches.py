@@ -12,17 +12,18 @@ import json, torch
 from diffusion.plan.__main__ import example
 from diffusion.plan.inference import sampling_plan
 from diffusion.plan.printed import flops_of, launched
-from triton_kernels import fused_ops
+from diffusion.plan.step.network import step_kernels
 from triton_kernels.registry.chips import chip
 
 found = {}
-for batch in (1, 16):
-    network, args, _ = example("unet64", batch, "", "bf16")
+for batch, precision in ((1, "bf16"), (16, "bf16"), (1, "tf32"), (1, "fp32")):
+    network, args, _ = example("unet64", batch, "", precision)
     shape, cpu, gpu = torch.Size((batch, 64, 64, 3)), torch.device("cpu"), chip("h200")
-    made = sampling_plan(network.eval(), shape, cpu, fused_ops, gpu.gpu)
+    ops = step_kernels(network.backend)
+    made = sampling_plan(network.eval(), shape, cpu, ops, gpu.gpu)
     nodes = [n for n in made.schedule.nodes if n not in made.schedule.fixed and n.op != "columns"]
-    kernels = launched(made, gpu)
-    found[batch] = {
+    kernels = launched(made, gpu, ops)
+    found[batch if precision == "bf16" else precision] = {
         "ops": made.graph.count(),
         "launches": sum(len(names) for n in nodes for names in [kernels[n].kernels]),
         "blocks": [[n.op, n.source.split(" of ")[-1], *kernels[n].kernels] for n in nodes],
@@ -39,7 +40,9 @@ def found():
     return json.loads(out.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("batch", "launches"), [("1", 132), ("16", 92)])
+@pytest.mark.parametrize(
+    ("batch", "launches"), [("1", 132), ("16", 92), ("tf32", 159), ("fp32", 172)]
+)
 def test_number_of_launches(found, batch, launches):
     """Without what depends on parameters or timesteps alone, and the first: it makes the image."""
     assert found[batch]["launches"] == launches
@@ -85,6 +88,18 @@ def test_a_residual_block(found):
     assert ops == ["norm_of_sums", "conv_few", "norm_of_sums", "conv_few"]
     ops = [row[0] for row in block("1", "input_blocks.10.0")]
     assert ops == ["norm_single_cta", "conv_split", "norm_single_cta", "conv_split"]
+
+
+@pytest.mark.parametrize("precision", ["tf32", "fp32"])
+def test_a_residual_block_of_one_image_in_32_bits(found, precision):
+    """As in 16 bits; sums of 32x32 pixels, too many for the norm that follows, are added before."""
+
+    def block(name):
+        return [row[0] for row in found[precision]["blocks"] if row[1].startswith(name)]
+
+    assert block("input_blocks.1.0") == ["norm_of_sums", "conv_few"] * 2
+    assert block("input_blocks.5.0")[:3] == ["norm_of_sums", "conv_split", "sum_parts"]
+    assert block("input_blocks.10.0") == ["norm_single_cta", "conv_split"] * 2
 
 
 def test_products(found):

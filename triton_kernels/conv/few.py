@@ -45,6 +45,10 @@ def _one_row(_: OneRow, *tensors: Tensor, **options: Any):
     return one_row.conv_one_row(*tensors, **_given(options, *terms))
 
 
+def _early(_: Early, *tensors: Tensor, allow_tf32: bool, **options: Any):
+    return small_batch.conv_early(*tensors, **options)
+
+
 def _single_tile(_: SingleTile, *tensors: Tensor, **options: Any):
     return single_tile.conv_single_tile(*tensors, **_given(options, "residual", "stats"))
 
@@ -79,7 +83,7 @@ CONV_FEW = Op(
             Early,
             small_batch.refuse,
             lambda *_: [Early()],
-            launch=lambda _, *tensors, **options: small_batch.conv_early(*tensors, **options),
+            launch=_early,
             adds=FORWARD_TERMS,
             work=lambda spec, gpu, _: small_batch.whole_work(spec),
             untimed=small_batch.untimed,
@@ -110,7 +114,14 @@ CONV_FEW = Op(
 )
 
 
-def conv_few(x: Tensor, weight: Tensor, bias: Tensor, **options) -> tuple[Tensor, Tensor | None]:
+def conv_few(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    allow_tf32: bool = True,  # of float32
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     """As `conv_forward`, whose arguments these are. No kernel may write weights and biases while
     earlier ones of the stream are under way: they are read ahead."""
     spec = forward_spec(
@@ -121,6 +132,7 @@ def conv_few(x: Tensor, weight: Tensor, bias: Tensor, **options) -> tuple[Tensor
         residual=options.get("residual") is not None,
         extra=[other for other, _ in options.get("extra") or ()],
         stats=bool(options.get("stats")),
+        allow_tf32=allow_tf32,
     )
     choice = select(CONV_FEW, spec, describe(x.device))
-    return choice.kernel.launch(choice.config, x, weight, bias, **options)
+    return choice.kernel.launch(choice.config, x, weight, bias, allow_tf32=allow_tf32, **options)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.layout import check_nhwc, check_shape
+from ..tf32 import as_operand
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -37,6 +38,7 @@ def _begin_step_kernel(
     E,
     C: tl.constexpr,
     CP: tl.constexpr,
+    TF32: tl.constexpr,  # the stem is a product in TF32
     BLOCK: tl.constexpr,
 ):
     await_inputs()
@@ -46,7 +48,8 @@ def _begin_step_kernel(
         channel = offs % CP
         mask = (offs < elements) & (channel < C)
         x = tl.load(x_ptr + offs // CP * C + channel, mask=mask, other=0.0)
-        tl.store(image_ptr + offs, x.to(image_ptr.dtype.element_ty), mask=offs < elements)
+        image = as_operand(x, image_ptr.dtype.element_ty, TF32)
+        tl.store(image_ptr + offs, image, mask=offs < elements)
     elif pid >= image_programs + emb_programs:
         offs = (pid - image_programs - emb_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         if cleared_ptr is not None:
@@ -70,8 +73,10 @@ def begin_step(
     row: Tensor | None = None,  # int64 [1], on the device; it must be within [0, K)
     index: Tensor | None = None,  # int64 [N], each within [0, U); None: all of them
     cleared: Tensor | None = None,  # int64 [any], becomes zeros
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, channels]; float32 [N or U, E]
-    """(x with zeros behind its channels, table[row, index])"""
+    """(x with zeros behind its channels, table[row, index]); an image in float32 is rounded to TF32
+    with `tf32`."""
     check_nhwc("x", x)
     n, h, w, c = x.shape
     image = _empty((n, h, w, channels), dtype=dtype, device=x.device)
@@ -90,7 +95,7 @@ def begin_step(
     if grid:
         _begin_step_kernel[(grid,)](
             x, image, table, row, index, emb, cleared, image.numel(), emb_elements, words, programs,
-            emb_programs, rows, width, c, channels, _BLOCK, num_warps=4,
+            emb_programs, rows, width, c, channels, tf32, _BLOCK, num_warps=4,
             **overlapping(x.device, x[..., 0].numel()),
         )  # fmt: skip
     return image, emb

@@ -123,11 +123,13 @@ def norm_of_sums(
     scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
     shift: Tensor | None = None,  # [N, C1 + C2]
     *,
+    tf32: bool = False,
     config: tuple | None = None,  # of a kernel of `NORM_OF_SUMS`
 ) -> Tensor:  # [N, H, W, C1 + C2]
-    """`apply` of the table that `norm_table` would make of these partials."""
+    """`apply` of the table that `norm_table` would make of these partials. With `tf32`, here and
+    below, a norm of float32 is rounded to TF32: products in that read it."""
     norm = Statistics(partials, pixels, num_groups, weight, bias, eps, scale, shift)
-    return _launch(x1, x2, norm, activation, config=config)[0]
+    return _launch(x1, x2, norm, activation, tf32=tf32, config=config)[0]
 
 
 def norm_of_sums_upsampled(
@@ -145,13 +147,14 @@ def norm_of_sums_upsampled(
     *,
     corners: bool = False,
     keep: bool = True,
+    tf32: bool = False,
     config: tuple | None = None,  # of a kernel of `NORM_OF_SUMS`
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; [N, H, W, C1]
     """`norm_of_sums` of upsample(x1), where every pixel becomes a 2x2 block, beside x2; and
     upsample(x1), to `keep` it for its other readers. With `corners` only the first pixel of the 2x2
     that are equal need be there, in the first C1 channels."""
     norm = Statistics(partials, pixels, num_groups, weight, bias, eps, scale, shift)
-    options = {"up": True, "corners": corners, "keep": keep, "config": config}
+    options = {"up": True, "corners": corners, "keep": keep, "tf32": tf32, "config": config}
     return _launch(x1, x2, norm, activation, **options)
 
 
@@ -164,6 +167,7 @@ def _launch(
     up: bool = False,
     corners: bool = False,
     keep: bool = False,
+    tf32: bool = False,
     config: tuple | None = None,  # of a kernel of `NORM_OF_SUMS`
 ) -> tuple[Tensor, Tensor | None]:
     check_activation(activation)
@@ -177,7 +181,7 @@ def _launch(
         written = 2 if corners else 1  # every so many pixels all channels are
 
         def run(config: tuple) -> Tensor:
-            given = {"up": up, **options, "config": config}
+            given = {"up": up, **options, "tf32": tf32, "config": config}
             return _launch(x1, x2, norm, activation, **given)[0][:, ::written, ::written]
 
         shape = (n, dtype_name(x1.dtype), h, w, c1, c2, norm.num_groups, activation)
@@ -185,17 +189,18 @@ def _launch(
         spec = NormSpec(*shape, upsampled=up, tiles=tiles, **options)
         config = select(NORM_OF_SUMS, spec, describe(x1.device), run).config
     if isinstance(config, SmallBatch):
-        return norm_small_batch(x1, x2, norm, activation, up)
+        return norm_small_batch(x1, x2, norm, activation, up, tf32)
     if isinstance(config, TableAndApply):
         table = norm_table(*norm)
         if not up:
-            return apply(x1, x2, table, activation, early=True), None
-        return apply_upsampled(x1, x2, table, activation, **options, early=True)
+            return apply(x1, x2, table, activation, early=True, tf32=tf32), None
+        return apply_upsampled(x1, x2, table, activation, **options, early=True, tf32=tf32)
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
     large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if keep else None
     if n:
         act, overlap = rounded_grad(activation, x1.dtype), overlapping(x1.device, 0)  # they are few
         launch_apply(
-            x1, x2, a, act, config, overlap, norm=norm, large=large, up=up, corners=corners
-        )
+            x1, x2, a, act, config, overlap,
+            norm=norm, large=large, up=up, corners=corners, tf32=tf32,
+        )  # fmt: skip
     return a, large

@@ -82,9 +82,11 @@ def norm_single_cta(
     shift: Tensor | None = None,  # [N, C1 + C2]
     keep: bool = True,
     pool: bool = False,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; x1, or the sum of its parts with `keep`
     """act(norm(x)) of x1 beside x2, with g = weight (1 + scale), b = bias (1 + scale) + shift. With
-    `pool` x1 is [N, 2 H, 2 W, C1] and its 2x2 means stand for it; these are returned beside."""
+    `pool` x1 is [N, 2 H, 2 W, C1] and its 2x2 means stand for it; these are returned beside. With
+    `tf32` the norm and means of float32 are rounded to TF32: products in that read them."""
     check_activation(activation)
     n, h, w, c1 = x1.shape
     assert not pool or (isinstance(x1, Tensor) and h % 2 == w % 2 == 0)
@@ -117,7 +119,7 @@ def norm_single_cta(
     norm_single_cta_kernel[(n * programs,)](
         x1, pooled, parts, *terms, x2, weight, bias, *film, a, *map(row_stride, (terms[2], *film)),
         n, h * w, c1, c, programs, eps, activation, 0 if parts is None else parts.shape[0], cg,
-        *lanes, w if pool else None, split is not None and split.residual is not None,
+        *lanes, w if pool else None, split is not None and split.residual is not None, tf32,
         num_warps=_warps(math.prod(lanes)), **overlapping(device, n * h * w),
     )  # fmt: skip
     return result

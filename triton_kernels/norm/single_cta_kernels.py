@@ -12,6 +12,7 @@ import triton.language as tl
 from ..activations import activate
 from ..conv.plain.split_k_sum import load_parts, sum_of_parts, terms_of_parts
 from ..runtime.dependent_launch import await_inputs, begin_next
+from ..tf32 import as_operand
 from .coefficients import modulate, parameters
 from .statistics import add_pairs, each_lane
 
@@ -77,6 +78,7 @@ def norm_single_cta_kernel(
     W: tl.constexpr,  # with a pooled_ptr
     LATE: tl.constexpr,  # the convolution's terms are read when the launch in front has ended;
     # else they are older than that launch
+    TF32: tl.constexpr,  # products in TF32 read what is written to a, and the means
 ):
     begin_next()
     pid = tl.program_id(0)
@@ -126,7 +128,7 @@ def norm_single_cta_kernel(
         x = tl.zeros(here.shape, tl.float32)
         for i in tl.static_range(4):
             x += four[i].to(tl.float32)
-        y = (x * 0.25).to(a_ptr.dtype.element_ty)
+        y = as_operand(x * 0.25, a_ptr.dtype.element_ty, TF32)
         tl.store(pooled_ptr + offs1, y, mask=here)
         x = y.to(tl.float32)
     if x2_ptr is not None:
@@ -142,4 +144,4 @@ def norm_single_cta_kernel(
     rstd = 1.0 / tl.sqrt(var + eps)
     a = activate((x - rest[:, None]) * (rstd * g)[:, None] + b[:, None], ACT)
     offs = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
-    tl.store(a_ptr + offs, a.to(a_ptr.dtype.element_ty), mask=mask)
+    tl.store(a_ptr + offs, as_operand(a, a_ptr.dtype.element_ty, TF32), mask=mask)

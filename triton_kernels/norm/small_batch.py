@@ -21,6 +21,7 @@ from ..registry.spec import FEW_IMAGES, NormSpec
 from ..runtime.dependent_launch import await_inputs, begin_next, overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import row_stride
+from ..tf32 import as_operand
 from .coefficients import modulate, parameters
 from .single_cta_kernels import sum_of_lanes
 from .statistics import add_pairs
@@ -99,6 +100,7 @@ def _norm_small_batch_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_K1: tl.constexpr,
     BLOCK_K2: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is written to a
 ):
     """A program has BLOCK_P pixels of BLOCK_G groups, and asks for these and for all partial sums
     of the groups at once."""
@@ -154,7 +156,8 @@ def _norm_small_batch_kernel(
     x = x.to(tl.float32) - (mean + rest)[None, :]
     a = activate(x * slope[None, :] + b[None, :], ACT)
     ptrs = a_ptr + (n * HW + offs_p)[:, None] * C + offs_c[None, :]
-    tl.store(ptrs, a.to(a_ptr.dtype.element_ty), mask=mask_c[None, :] & mask_p)
+    a = as_operand(a, a_ptr.dtype.element_ty, TF32)
+    tl.store(ptrs, a, mask=mask_c[None, :] & mask_p)
     if large_ptr is not None:
         ptrs = large_ptr + (n * HW + offs_p)[:, None] * C1 + offs_c[None, :]
         tl.store(ptrs, half, mask=first[None, :] & mask_p)
@@ -183,6 +186,7 @@ def norm_small_batch(
     norm: Statistics,
     activation: str,
     up: bool,
+    tf32: bool,
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2]; x1, or with `up` it upsampled
     """As `norm_of_sums`, or `norm_of_sums_upsampled`."""
     n, h, w, c1 = x1.shape
@@ -202,7 +206,7 @@ def norm_small_batch(
         x1, x2, large, *norm.both, norm.weight, norm.bias, *film, a, *map(row_stride, film),
         norm.pixels[0], norm.pixels[-1], h * w, c1, c2, *blocks, norm.eps, activation,
         w if up else None, *ks, cg, block_p, block_g, block_j, *map(triton.next_power_of_2, ks),
-        **overlapping(x1.device),
+        tf32, **overlapping(x1.device),
     )  # fmt: skip
     return result
 

@@ -17,7 +17,8 @@ keeps busy. `join` visits the nodes of a forward pass in order and turns
     2x2 means, norm of few pixels   into `norm_single_cta`
 
 The ops of the registry decide whether one launch can compute this, and whether several are faster
-(`Op.why_apart`). This module decides for how many pixels and images a rule is tried.
+(`Op.why_apart`); in 32 bits there are kernels for the first two, and for what is resampled beside a
+norm. This module decides for how many pixels and images a rule is tried.
 """
 
 from types import ModuleType
@@ -53,6 +54,7 @@ def join(
     kernels: ModuleType,  # `triton_kernels.fused_ops` or its reference
     gpu: Device,
     grid_sync: bool = True,  # whether programs of a launch may wait for one another
+    tf32: bool = True,  # whether float32 is multiplied in TF32
 ) -> None:
     """Rewrite a forward pass in place, after `fuse`. The nodes are then launches on one stream;
     with `grid_sync` no other evaluation may run on the GPU at the same time."""
@@ -62,7 +64,7 @@ def join(
             first[node] = None
     graph.nodes = [*first, *(node for node in graph.nodes if node not in first)]
     with nothing_launched(gpu):
-        joining = Joining(graph, parameters, kernels, gpu, grid_sync)
+        joining = Joining(graph, parameters, kernels, gpu, grid_sync, tf32)
         for node in graph.nodes:
             if node not in joining.done:
                 RULES.get(node.op, Joining.other)(joining, node)

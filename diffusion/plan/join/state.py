@@ -30,8 +30,10 @@ class Joining:
         kernels: ModuleType,
         gpu: Device,
         grid_sync: bool,
+        tf32: bool,
     ) -> None:
         self.graph, self.k, self.gpu, self.grid_sync = graph, kernels, gpu, grid_sync
+        self.tf32 = tf32
         self.consumers = graph.consumers()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.dry = DryRun(graph, parameters, launcher_of(kernels))
@@ -129,7 +131,7 @@ class Joining:
     def spec(self, node: Node, x: Value, **rest: Any) -> ConvSpec:
         """Of a convolution that reads this and adds 1x1 convolutions."""
         extra = tuple(other.shape[3] for other in node.many("extra"))
-        spec = forward_spec(self.dry[x], self.filters(node), **rest)
+        spec = forward_spec(self.dry[x], self.filters(node), allow_tf32=self.tf32, **rest)
         return replace(spec, extra=extra)
 
     def sum_inputs(self, conv: Node) -> dict[str, Value]:

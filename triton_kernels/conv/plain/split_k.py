@@ -6,27 +6,31 @@ work. The parts are not added here: what comes next, a norm, has to read the who
 adds them as it does (`norm_single_cta`), with the bias, the embedding and the residual.
 
     parts[s, n, co, p]   float32; their sum over s is conv(x) + the 1x1 convolutions of `extra`
+
+Products are those of `conv.plain.products`. Of float32 they are three of TF32 each, of numbers that
+are split in registers: copies would be two launches more.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.choose import select
-from ...registry.cost import HOPPER, Work
+from ...registry.cost import HOPPER, Work, microseconds, name, parameters
 from ...registry.kernel import Kernel, Op, configures
-from ...registry.spec import FEW_IMAGES, ConvSpec
+from ...registry.spec import FEW_IMAGES, ConvSpec, precision_of
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device, describe
+from ...tf32 import as_operand
 from ..fused_spec import forward_spec
 from ..hopper import one_row
-from .products import multiply, tile_origin
+from .fused_launch import columns_in_boxes
+from .products import multiply, tile_origin, whole_sum
 from .small_batch import MOST_PARTS, refuse_split, split_early, split_work, untimed_split
 from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
 
@@ -63,17 +67,21 @@ class SplitConfig(NamedTuple):
 
 
 # Tiles that keep both operands of wgmma in shared memory; few pixels, since the images are small.
+# Of a step they have the bytes of a row of a box instead of channels.
 _TILES = [
-    (64, 64, 64, 4, 4),
-    (128, 64, 64, 4, 4),
-    (64, 64, 128, 4, 3),
-    (64, 128, 64, 4, 4),
-    (64, 32, 64, 4, 5),
-    (128, 16, 64, 4, 5),
-    (64, 16, 64, 4, 6),
-    (64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
+    (64, 64, 128, 4, 4),
+    (128, 64, 128, 4, 4),
+    (64, 64, 256, 4, 3),
+    (64, 128, 128, 4, 4),
+    (64, 32, 128, 4, 5),
+    (128, 16, 128, 4, 5),
+    (64, 16, 128, 4, 6),
+    (64, 64, 64, 4, 4),  # few input channels
 ]
+_SUMS = 4096  # of a tile of float32 that is not rounded: a thread has each of them three times
+_TIMES = {"tf32": 2, "fp32": 6}  # as long a product takes on tensor cores as one of 16 bits
 _MAX_PIXELS = 1024  # of an image: the norm behind it holds a group of all of them
+_FITTED_BY = ("block_c", "block_m", "block_k")
 _STEPS = 4  # at least so many products a part: fewer are not worth the adding
 
 
@@ -95,23 +103,32 @@ class SplitConv:
 
 
 @triton.jit
-def _product(
-    acc,
-    x_desc,  # [N, H, W, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
-    w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]
+def _add_pointwise(
+    acc,  # the two sums of `multiply`
+    small,
+    x_desc,  # [N, H, W, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], not rounded to TF32 yet
+    w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]; "ieee": [1, CO, C], likewise
     at,
+    C,
     start,
     end,  # of the steps over C
     PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """acc plus these steps of a 1x1 convolution."""
-    n0, h0, w0, c0 = at
-    for step in range(start, end):
-        w = w_desc.load([c0, step * BLOCK_K])
-        x = x_desc.load([n0, h0, w0, step * BLOCK_K]).reshape(acc.shape[1], BLOCK_K)
-        acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
-    return acc
+    """Both sums with these steps of a 1x1 convolution added to them."""
+    if PRECISION == "ieee":
+        acc, small = multiply(
+            acc, small, x_desc, None, w_desc, None, at, C, start, end,
+            1, 1, 0, 0, 1, False, PRECISION, BLOCK_K,
+        )  # fmt: skip
+    else:
+        n0, h0, w0, c0 = at
+        for step in range(start, end):
+            w = w_desc.load([c0, step * BLOCK_K])
+            x = x_desc.load([n0, h0, w0, step * BLOCK_K]).reshape(acc.shape[1], BLOCK_K)
+            x = tl.trans(as_operand(x, x.dtype, True))
+            acc = tl.dot(w, x, acc, input_precision=PRECISION)
+    return acc, small
 
 
 @triton.jit(do_not_specialize=["N", "P", "Q"])
@@ -119,7 +136,7 @@ def _conv_split_kernel(
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
     extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
-    extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]
+    extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]; "ieee": [1, CO, C1], likewise
     extra2_desc,  # a second such pair, or None
     extra2_w_desc,
     parts_ptr,  # float32 [SPLITS, N, CO, P * Q]
@@ -150,22 +167,24 @@ def _conv_split_kernel(
     k_blocks = tl.cdiv(CI, BLOCK_K)
     total = R * S * k_blocks
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    acc, _ = multiply(
+    acc, small = multiply(
         acc, acc, x_desc, None, w_desc, None, at, CI, start, tl.minimum(end, total),
         R, S, R // 2, S // 2, 1, False, PRECISION, BLOCK_K,
     )  # fmt: skip
     if extra1_desc is not None:
         blocks = tl.cdiv(C1, BLOCK_K)
-        acc = _product(
-            acc, extra1_desc, extra1_w_desc, at, tl.maximum(start - total, 0),
+        acc, small = _add_pointwise(
+            acc, small, extra1_desc, extra1_w_desc, at, C1, tl.maximum(start - total, 0),
             tl.minimum(end - total, blocks), PRECISION, BLOCK_K,
         )  # fmt: skip
         total += blocks
     if extra2_desc is not None:
-        acc = _product(
-            acc, extra2_desc, extra2_w_desc, at, tl.maximum(start - total, 0),
+        acc, small = _add_pointwise(
+            acc, small, extra2_desc, extra2_w_desc, at, C2, tl.maximum(start - total, 0),
             tl.minimum(end - total, tl.cdiv(C2, BLOCK_K)), PRECISION, BLOCK_K,
         )  # fmt: skip
+    if PRECISION == "ieee":
+        acc = whole_sum(acc, small)
 
     n0, h0, w0, c0 = at
     offs_m = tl.arange(0, BLOCK_M)
@@ -183,6 +202,7 @@ def conv_split(
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
     *,
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
+    allow_tf32: bool = True,  # of float32
     config: RowParts | EarlyParts | SplitConfig | None = None,
 ) -> Tensor:  # float32 [S, N, CO, H * W]
     """The parts of conv(x), of stride 1 and padding R // 2, and 1x1 convolutions of others."""
@@ -191,11 +211,12 @@ def conv_split(
     assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
     assert weight.permute(0, 2, 3, 1).is_contiguous() and r % 2 == s % 2 == 1
     channels = [other.shape[3] for other, _ in extra]
-    spec, gpu = forward_spec(x, weight, extra=[other for other, _ in extra]), describe(x.device)
+    others, gpu = [other for other, _ in extra], describe(x.device)
+    spec = forward_spec(x, weight, extra=others, allow_tf32=allow_tf32)
     if config is None:
 
         def run(c: tuple) -> Tensor:
-            return conv_split(x, weight, extra=extra, config=c).sum(0)
+            return conv_split(x, weight, extra=extra, allow_tf32=allow_tf32, config=c).sum(0)
 
         config = select(CONV_SPLIT, spec, gpu, run).config
     if isinstance(config, EarlyParts):
@@ -206,12 +227,11 @@ def conv_split(
     if isinstance(config, RowParts):
         one_row.launch_parts(x, weight, parts)
         return parts
-    box = pixel_box(config.block_m, n, h, w)
+    box, precision = pixel_box(config.block_m, n, h, w), precision_of(x.dtype, allow_tf32)
     pairs = []
     for other, w1x1 in extra:
         assert other.is_contiguous() and w1x1.shape == (co, other.shape[3])
-        block = [config.block_c, config.block_k]
-        filters = TensorDescriptor(w1x1, list(w1x1.shape), list(w1x1.stride()), block)
+        filters = columns_in_boxes(w1x1, [config.block_c, config.block_k], precision == "ieee")
         pairs += [in_boxes(other, [*box, config.block_k]), filters]
     steps = triton.cdiv(_steps(config.block_k, spec), config.parts)
     grid = (count_boxes(box, n, h, w) * triton.cdiv(co, config.block_c), config.parts)
@@ -219,7 +239,8 @@ def conv_split(
         in_boxes(x, [*box, config.block_k]),
         weight_in_boxes(weight, config.block_c, config.block_k), *pairs, *[None] * (4 - len(pairs)),
         parts, n, h, w, ci, *channels, *[0] * (2 - len(extra)), co, steps,
-        R=r, S=s, PRECISION="tf32", **tile_sizes(box, config), **overlapping(x.device, n * h * w),
+        R=r, S=s, PRECISION=precision, **tile_sizes(box, config),
+        **overlapping(x.device, n * h * w),
     )  # fmt: skip
     return parts
 
@@ -232,14 +253,20 @@ def _steps(block_k: int, spec: ConvSpec) -> int:
 def _tiles(spec: ConvSpec, gpu: Device) -> list[tuple[int, ...]]:
     """Of those that fit. Many pixels are those of one image: of two the largest takes four times
     as long."""
-    depths = (64, 128) if spec.itemsize == 2 and spec.k > 32 else (32,)
+    rows = (128, 256) if spec.k * spec.itemsize > 64 else (64,)
 
-    def fits(block_c: int, block_m: int, block_k: int, _: int, stages: int) -> bool:
-        fetched = stages * (block_c + block_m) * block_k * spec.itemsize
+    def fits(block_c: int, block_m: int, row: int, _: int, stages: int) -> bool:
         whole = block_m <= max(spec.h * spec.w, 64)
-        return block_k in depths and whole and fetched + 1024 <= gpu.shared_memory
+        if spec.precision == "ieee" and (block_c * block_m > _SUMS or row > 128):
+            return False
+        fetched = stages * (block_c + block_m) * row
+        return row in rows and whole and fetched + 1024 <= gpu.shared_memory
 
-    return [tile for tile in _TILES if fits(*tile)]
+    return [
+        (block_c, block_m, row // spec.itemsize, *rest)
+        for block_c, block_m, row, *rest in _TILES
+        if fits(block_c, block_m, row, *rest)
+    ]
 
 
 def _whole(steps: int, splits: int) -> int:
@@ -287,6 +314,18 @@ def _work(spec: ConvSpec, gpu: Device, c: SplitConfig) -> Work:
     )
 
 
+def _cost(spec: ConvSpec, gpu: Device, c: SplitConfig) -> float | None:
+    """Of a type whose times nobody has fitted: as in 16 bits, of boxes of as many bytes, with
+    products that take longer."""
+    like, scale = replace(spec, dtype="bf16"), spec.itemsize // 2
+    tile = c._replace(block_k=scale * c.block_k)
+    fitted = parameters(HOPPER).get(name("split_k", _FITTED_BY, like, tile))
+    if fitted is None or spec.itemsize == 2:
+        return None
+    work = _work(spec, gpu, c)
+    return microseconds(fitted, work._replace(products=_TIMES[spec.dtype] * work.products), gpu)
+
+
 def _refuse_row(spec: ConvSpec, gpu: Device) -> str | None:
     if reason := one_row.refuse(spec, gpu):
         return reason
@@ -318,10 +357,10 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
     if one_row.refuse(spec, gpu) is None:
         more = one_row.count_parts(spec, gpu) > 1
         return None if more else "rows of pixels keep enough multiprocessors busy"
-    block_c, block_m, block_k, *_ = _TILES[0]
+    block_c, block_m, block_k, *_ = _tiles(spec, gpu)[0]
     programs = _programs(spec, block_c, block_m)
-    # of Hopper's chains a product takes less than half as long (`conv.hopper.tile_mma`)
-    quick = gpu.hopper and spec.n > FEW_IMAGES
+    # of Hopper's chains in 16 bits a product takes less than half as long (`conv.hopper.tile_mma`)
+    quick = gpu.hopper and spec.itemsize == 2 and spec.n > FEW_IMAGES
     if programs > gpu.num_sms // (4 if quick else 1):
         return f"{programs} whole tiles keep {gpu.num_sms} multiprocessors busy"
     if spec.h * spec.w > _MAX_PIXELS:
@@ -357,8 +396,9 @@ CONV_SPLIT = Op(
             _refuse,
             _configs,
             adds=("extra",),
+            cost=_cost,
             work=_work,
-            fitted_by=("block_c", "block_m", "block_k"),
+            fitted_by=_FITTED_BY,
             borrows=HOPPER,
         ),
     ),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...runtime.dependent_launch import await_inputs, begin_next, overlapping
 from ...runtime.layout import check_nhwc, check_shape, row_stride
+from ...tf32 import as_operand
 from .split_k import SplitConv
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -128,6 +129,7 @@ def _sum_parts_kernel(
     UP: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read what is resampled
 ):
     """The sum of a SplitConv, and its 2x2 means or itself upsampled."""
     POOLS: tl.constexpr = resampled_ptr is not None and not UP
@@ -159,7 +161,7 @@ def _sum_parts_kernel(
         pixel = (2 * h + i // 2) * W + 2 * w + i % 2 if POOLS else offs_p
         tl.store(y_ptr + (n * HW + pixel)[None, :] * C + offs_c[:, None], ys[i], mask=mask)
     if resampled_ptr is not None:
-        result = (total * (1.0 / FROM)).to(y_ptr.dtype.element_ty)
+        result = as_operand(total * (1.0 / FROM), y_ptr.dtype.element_ty, TF32)
         for i in tl.static_range(TO):
             pixel = (2 * h + i // 2) * (2 * W) + 2 * w + i % 2 if UP else offs_p
             place = (n * (HW * TO // FROM) + pixel)[None, :] * C + offs_c[:, None]
@@ -172,22 +174,25 @@ def sum_parts(split: SplitConv) -> tuple[Tensor, Tensor | None]:
     """The convolution that was in parts, [N, H, W, CO]; and its partials, float32 [N, K, 2, CO], if
     its pixels are whole tiles."""
     h, w = split.shape[1:3]
-    y, _, partials = _launch(split, None, 1, min(triton.next_power_of_2(h * w), 64), 4)
+    y, _, partials = _launch(split, None, 1, min(triton.next_power_of_2(h * w), 64), 4, False)
     return y, partials
 
 
 def resample_parts(
     split: SplitConv,
     up: bool,
+    *,
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The convolution that was in parts, y [N, H, W, CO]; its nearest upsampling [N, 2H, 2W, CO] or
     its means over 2x2 pixels [N, H / 2, W / 2, CO], of which there is an even number of rows and
-    columns; and the partials of y, float32 [N, K, 2, CO], if its pixels are whole tiles."""
+    columns; and the partials of y, float32 [N, K, 2, CO], if its pixels are whole tiles. With
+    `tf32` what is resampled in float32 is rounded to TF32: products in that read it."""
     n, h, w, c = split.shape
     assert up or h % 2 == w % 2 == 0
     size = (2 * h, 2 * w) if up else (h // 2, w // 2)
     resampled = _empty((n, *size, c), dtype=split.dtype, device=split.parts.device)
-    return _launch(split, resampled, *((1, 64, 4) if up else (4, 16, 2)))
+    return _launch(split, resampled, *((1, 64, 4) if up else (4, 16, 2)), tf32)
 
 
 def _launch(
@@ -196,6 +201,7 @@ def _launch(
     averaged: int,  # pixels of y that a lane has
     block_p: int,
     num_warps: int,
+    tf32: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, what is given, and the partials of y if its pixels are whole tiles."""
     n, h, w, c = split.shape
@@ -210,7 +216,7 @@ def _launch(
         up = resampled is not None and averaged == 1
         _sum_parts_kernel[(n * blocks[0] * blocks[1],)](
             parts, *terms, y, resampled, partials, row_stride(terms[2]), n, h * w, w, c, *blocks,
-            parts.shape[0], up, block_c, block_p, num_warps=num_warps,
+            parts.shape[0], up, block_c, block_p, tf32, num_warps=num_warps,
             **overlapping(y.device, n * h * w),
         )  # fmt: skip
     return y, resampled, partials

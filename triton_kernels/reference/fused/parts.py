@@ -28,7 +28,8 @@ def sum_parts(split: SplitConv):
     return y, tensor_partials(y)
 
 
-def resample_parts(split: SplitConv, up: bool):
-    """(the convolution that was in parts; it upsampled or its 2x2 means; its partials, or None)"""
+def resample_parts(split: SplitConv, up: bool, *, tf32: bool = False):
+    """(the convolution that was in parts; it upsampled or its 2x2 means, which are rounded to TF32
+    with `tf32`; its partials, or None)"""
     y, partials = sum_parts(split)
-    return y, upsample(y) if up else avg_pool(y), partials
+    return y, upsample(y, tf32) if up else avg_pool(y, tf32), partials
