@@ -14,6 +14,7 @@ from triton_kernels.conv.fused import (
     conv_weight_grad,
 )
 from triton_kernels.conv.plain import gather as conv_gather
+from triton_kernels.conv.plain import gather_wgrad
 from triton_kernels.conv.plain import tma as conv_tma
 from triton_kernels.conv.plain.tma_boxes import boxes_of_image, covering_box, image_box, row_box
 from triton_kernels.noise.dropout import Mask
@@ -246,4 +247,5 @@ def poison(monkeypatch, device):
 def tensor_cores(monkeypatch):
     """Small products in float32 take the paths of large ones."""
     monkeypatch.setattr(conv_tma, "_TRANSPOSE_FROM", 0)
-    monkeypatch.setattr(conv_gather, "of_products", lambda *_: 1e9)  # gather is slow
+    for module in (conv_gather, gather_wgrad):  # which are slow
+        monkeypatch.setattr(module, "of_products", lambda *_: 1e9)

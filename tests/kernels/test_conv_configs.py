@@ -11,7 +11,7 @@ from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.configs import WgradOperands
 from triton_kernels.conv.hopper import fp16_split_wgrad, mma_wgrad
 from triton_kernels.conv.plain import gather as conv_gather
-from triton_kernels.conv.plain import pointwise_wgrad, tma_boxes
+from triton_kernels.conv.plain import gather_wgrad, pointwise_wgrad, tma_boxes
 from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
 from triton_kernels.conv.plain import tma as conv_tma
 from triton_kernels.conv.plain import tma_stride as conv_stride
@@ -53,7 +53,7 @@ FWD_CONFIGS = [
     *conv_tf32x3.FWD_CONFIGS,
 ]
 WGRAD_CONFIGS = [
-    *conv_gather.WGRAD_CONFIGS,
+    *gather_wgrad.WGRAD_CONFIGS,
     *conv_tma_wgrad.WGRAD_CONFIGS,
     *conv_stride.WGRAD_CONFIGS,
 ]
@@ -67,7 +67,7 @@ CONFIGS = [
 
 
 def is_tma(config) -> bool:
-    return not isinstance(config, conv_gather.Config | conv_gather.WgradConfig)
+    return not isinstance(config, conv_gather.Config | gather_wgrad.WgradConfig)
 
 
 def is_wide(config) -> bool:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
-from triton_kernels.conv.plain import fp16_split, im2col_wgrad
+from triton_kernels.conv.plain import fp16_split, gather_wgrad, im2col_wgrad
 from triton_kernels.conv.plain import gather as conv_gather
 from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
 from triton_kernels.conv.plain import tma as conv_tma
@@ -56,7 +56,8 @@ TENSOR_CORES = {
 def tensor_cores(monkeypatch):
     """Small products in float32 take the paths of large ones."""
     monkeypatch.setattr(conv_tma, "_TRANSPOSE_FROM", 0)
-    monkeypatch.setattr(conv_gather, "of_products", lambda *_: 1e9)  # gather is slow
+    for module in (conv_gather, gather_wgrad):  # which are slow
+        monkeypatch.setattr(module, "of_products", lambda *_: 1e9)
 
 
 @pytest.mark.usefixtures("poison", "tensor_cores")

@@ -9,7 +9,7 @@ import torch
 
 from triton_kernels.conv import wgrad_group
 from triton_kernels.conv.hopper import fp16_split_wgrad, group_wgrad, mma_wgrad, row_wgrad
-from triton_kernels.conv.plain import gather, pointwise_wgrad, tma_stride, tma_wgrad
+from triton_kernels.conv.plain import gather_wgrad, pointwise_wgrad, tma_stride, tma_wgrad
 from triton_kernels.conv.weight_grad import plan, weight_grad_spec
 from triton_kernels.reductions import long_sums
 from triton_kernels.reductions.column_sum import num_splits
@@ -135,17 +135,17 @@ PATHS = {  # (precision, stride, dtype, GPU, layers [H, W, CI, CO, R], configura
     "gather": (
         "tf32", 1, BF16, A100,
         ((64, 64, 3, 64, 3), (64, 64, 64, 3, 3), (17, 19, 33, 65, 3)),
-        gather.WGRAD_CONFIGS,
+        gather_wgrad.WGRAD_CONFIGS,
     ),
     "gather, tf32": (
         "tf32", 1, torch.float32, A100, ((64, 64, 64, 64, 3), (64, 64, 3, 64, 3)),
-        gather.WGRAD_CONFIGS,
+        gather_wgrad.WGRAD_CONFIGS,
     ),
     "tf32": (
         "tf32", 1, torch.float32, H100,
         ((64, 64, 64, 64, 3), (64, 64, 64, 128, 1), (17, 19, 64, 64, 3)),
         [
-            *mma_wgrad.TILES, *pointwise_wgrad.TILES, gather.WGRAD_CONFIGS[0],
+            *mma_wgrad.TILES, *pointwise_wgrad.TILES, gather_wgrad.WGRAD_CONFIGS[0],
         ],
     ),
     "tf32, in float16": (

@@ -17,7 +17,7 @@ from ..runtime.device import Device, describe
 from .configs import SplitKernel, WgradOperands, kernel_of_tile
 from .hopper import fp16_split_wgrad, mma_wgrad, row_wgrad
 from .plain import (
-    gather,
+    gather_wgrad,
     im2col_wgrad,
     pointer_wgrad,
     pointwise_wgrad,
@@ -38,7 +38,7 @@ WEIGHT_GRAD = Op(
         mma_wgrad.WEIGHT_GRAD,
         fp16_split_wgrad.WEIGHT_GRAD,
         im2col_wgrad.WEIGHT_GRAD,
-        gather.WEIGHT_GRAD,
+        gather_wgrad.WEIGHT_GRAD,
     ),
 )
 

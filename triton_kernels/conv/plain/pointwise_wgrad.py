@@ -23,7 +23,7 @@ from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
-from ...tf32 import round_to_tf32, split_to_tf32
+from ...tf32 import dot_of_split, round_to_tf32
 from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel
 from .tma_boxes import refuse_wide_float32
 
@@ -79,11 +79,7 @@ def _pointwise_wgrad_kernel(
         if PRODUCTS == 1:
             acc = tl.dot(round_to_tf32(a), round_to_tf32(b), acc, input_precision="tf32")
         else:
-            a, a_small = split_to_tf32(a)
-            b, b_small = split_to_tf32(b)
-            part = tl.dot(a_small, b, input_precision="tf32")
-            part = tl.dot(a, b_small, part, input_precision="tf32")
-            acc += tl.dot(a, b, part, input_precision="tf32")
+            acc += dot_of_split(a, b)
 
     out_ptr += split.to(tl.int64) * A * B
     offs = offs_a.to(tl.int64)[:, None] * stride_a + offs_b.to(tl.int64)[None, :] * stride_b
@@ -136,7 +132,7 @@ def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
 
 def _cost(spec: ConvSpec, gpu: Device, tile: PointwiseWgrad) -> float:
     """Rules of thumb: of many pixels `conv.hopper.mma_wgrad` is faster in TF32, and in float32 its
-    or `conv.plain.gather`."""
+    or `conv.plain.gather_wgrad`."""
     *_, pixels = spec.pixels
     few, some, many = TILES
     if pixels <= _MANY:
