@@ -1,6 +1,6 @@
 """The functions of `conv.fused` without a TMA unit, or where it cannot address the tensors.
 
-Tiles are fetched by cp.async through pointers, see `conv.plain.pointer_kernels`. Any number of
+Tiles are fetched by cp.async through pointers, see `conv.plain.pointer_products`. Any number of
 channels will do, and any image; what is no multiple of 8 channels is fetched number by number.
 """
 

@@ -1,5 +1,5 @@
 """`conv.skip_dx` on GPUs without a TMA unit: a norm's dx pass as the epilogue of the product with
-the filters of a 1x1 skip, through pointers (`conv.plain.pointer_kernels`).
+the filters of a 1x1 skip, through pointers (`conv.plain.pointer_products`).
 
 The coefficients are those of `norm_grad_table`; they are not made here.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 from ...norm.coefficients import load_coefficients
 from ...tf32 import as_operand
 from .fused_tiles import programs
-from .pointer_kernels import multiply, tile_pixels
+from .pointer_products import multiply, tile_pixels
 from .pointer_tiles import FEW, OF_FMAS, PointerTile
 from .products import tile_origin, zero_sums
 from .tma_boxes import is_ragged, tile_sizes

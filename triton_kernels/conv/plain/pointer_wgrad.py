@@ -2,9 +2,9 @@
 
 A program has some taps of the filter side by side, which share dy, and part of the pixels. A step
 takes a box of them, whose places are computed once, relative to its first one, as in
-`conv.plain.pointer_kernels`; mma.sync transposes both operands as it reads them. Or it has taps one
-below the other, and a step takes several rows of pixels: each row of x is multiplied by up to three
-of dy. The parts of the sum are added up by a second launch.
+`conv.plain.pointer_products`; mma.sync transposes both operands as it reads them. Or it has taps
+one below the other, and a step takes several rows of pixels: each row of x is multiplied by up to
+three of dy. The parts of the sum are added up by a second launch.
 """
 
 import math
