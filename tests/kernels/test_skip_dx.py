@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from triton_kernels.conv import skip_dx
-from triton_kernels.conv.plain import pointer_skip_dx
+from triton_kernels.conv.plain import pointer_skip_dx, tma_skip_dx
 from triton_kernels.norm import inline_statistics
 from triton_kernels.norm import tables as norm_tables
 from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
@@ -180,7 +180,7 @@ def test_every_tile_without_a_tma_unit(name, config, device, no_tma):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", skip_dx._CONFIGS, ids=str)
+@pytest.mark.parametrize("config", tma_skip_dx.CONFIGS, ids=str)
 @pytest.mark.parametrize("name", MODEL)
 def test_every_config_at_model_shapes(name, config, device):
     case = MODEL[name]

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..activations import check_activation
-from ..conv.skip_dx import NormSums, choose_config, folds, skip_dx
+from ..conv.plain.skip_dx_tiles import NormSums
+from ..conv.skip_dx import choose_config, folds, skip_dx
 from ..noise.dropout import Mask
 from ..reductions.row_sums import RowSums
 from ..registry.choose import select

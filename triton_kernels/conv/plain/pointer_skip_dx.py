@@ -5,18 +5,22 @@ The coefficients are those of `norm_grad_table`; they are not made here.
 """
 
 import math
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ...norm.coefficients import load_coefficients
+from ...registry.cost import AMPERE, Work
+from ...registry.kernel import Kernel
+from ...registry.spec import ConvSpec
+from ...runtime.device import Device
 from ...tf32 import as_operand
+from . import pointer_tiles, tma_skip_dx
 from .fused_tiles import programs
 from .pointer_products import multiply, tile_pixels
 from .pointer_tiles import FEW, OF_FMAS, PointerTile
 from .products import tile_origin, zero_sums
+from .skip_dx_tiles import SkipOperands, box_of, fitting
 from .tma_boxes import is_ragged, tile_sizes
 
 TILES = [
@@ -175,26 +179,7 @@ def _skip_dx_pointer_kernel(
         )  # fmt: skip
 
 
-class SkipOperands(NamedTuple):
-    """What `conv.skip_dx` has checked and allocated for one launch."""
-
-    dy: Tensor  # [N, H, W, CO]
-    weight: Tensor  # [CO, C] of this launch's channels, with rows any distance apart,
-    dz: Tensor  # as is [N, H, W, C of C or more]; with dz2: [N, H / 2, W / 2, C1]
-    dz2: Tensor | None  # [N, H, W, C - C1]
-    x1: Tensor  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
-    x2: Tensor | None  # [N, H, W, C - C1]
-    add1: Tensor | None  # [N, H, W, C1]
-    coeff: Any  # float32 [N, 3, C of C or more]; or, for `tma`, `skip_dx.NormSums`
-    dx1: Tensor  # as x1, to be written
-    dx2: Tensor | None  # as x2, likewise
-    rows: Tensor | None  # float32 [N K, C1], likewise
-    box: tuple[int, int, int]  # images, rows and columns of a tile
-    upsample1: bool
-    precision: str  # "ieee" | "tf32"
-
-
-def launch(config: PointerTile, operands: SkipOperands) -> None:
+def _launch(config: PointerTile, operands: SkipOperands) -> None:
     """dx1, dx2 and rows; no tile has channels of both halves."""
     *tensors, box, upsample1, precision = operands
     n, h, w, co = operands.dy.shape
@@ -208,7 +193,30 @@ def launch(config: PointerTile, operands: SkipOperands) -> None:
     )  # fmt: skip
 
 
-def candidates(co: int, precision: str) -> list[PointerTile]:
-    """The tiles for products over so many channels."""
-    found = [c for c in TILES if (c.block_k <= FEW) == (co <= FEW)]
-    return [c for c in found if c in OF_FMAS] if precision == "ieee" else found
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    fetched = tma_skip_dx.refuse(spec, gpu) is None
+    return "the TMA unit of this GPU fetches such tensors" if fetched else None
+
+
+def _configs(spec: ConvSpec, gpu: Device) -> list[PointerTile]:
+    found = [c for c in TILES if (c.block_k <= FEW) == (spec.k <= FEW)]
+    exact = [c for c in found if c in OF_FMAS]
+    return fitting(exact if spec.precision == "ieee" else found, spec)
+
+
+def _work(spec: ConvSpec, gpu: Device, c: PointerTile) -> Work:
+    box = box_of(c, spec.n, spec.h, spec.w, bool(spec.upsampled))
+    return pointer_tiles.work(spec, gpu, c, box)
+
+
+KERNEL = Kernel(
+    "pointer",
+    PointerTile,
+    _refuse,
+    _configs,
+    launch=_launch,
+    work=_work,
+    fitted_by=pointer_tiles.FITTED_BY,
+    borrows=AMPERE,
+    adds=("residual",),
+)
