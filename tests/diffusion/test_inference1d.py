@@ -278,7 +278,7 @@ def test_the_published_size(published, precision, n, batched_from=None):
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32", "fp32"])
 def test_the_published_size_a_launch_a_layer(published, precision):
-    """As on GPUs for which there is no `conv1d.batched`."""
+    """As on GPUs for which there is no `conv1d.whole`."""
     test_the_published_size(published, precision, 1, batched_from=9)
 
 

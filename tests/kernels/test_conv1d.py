@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, conv_transpose1d
 
-from triton_kernels.conv1d import batched as whole
 from triton_kernels.conv1d import conv1d as stream_conv1d
-from triton_kernels.conv1d.conv1d import Activation, Film, Norm, Stem, Sums, pack_conv
+from triton_kernels.conv1d import weights, whole
+from triton_kernels.conv1d.operands import Activation, Film, Norm, Stem, Sums
 from triton_kernels.conv1d.stage_spec import StageSpec
+from triton_kernels.conv1d.weights import pack_conv
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.reference import conv1d as stream_reference
 from triton_kernels.registry.choose import select
@@ -374,7 +375,8 @@ def test_what_surrounds_whole(device, monkeypatch, precision, case):
 
     monkeypatch.setattr(whole, "launch", launch)
     monkeypatch.setattr(whole, "SUPPORTED", True)
-    monkeypatch.setattr(stream_conv1d, "describe", lambda _: H200)
+    for module in (stream_conv1d, weights):
+        monkeypatch.setattr(module, "describe", lambda _: H200)
     activation, conv, *expected = whole_case(device, precision, case)
     assert conv.by_tap is not None
     check_whole(precision, case, activation, conv, *expected)

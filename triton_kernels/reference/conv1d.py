@@ -9,16 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from ..conv1d.conv1d import (
-    PROJECT_BLOCK,
-    Activation,
-    Conv,
-    Outcome,
-    Stem,
-    Sums,
-    pack_conv,
-    unpack_conv,
-)
+from ..conv1d.conv1d import PROJECT_BLOCK, Outcome
+from ..conv1d.operands import Activation, Stem, Sums
+from ..conv1d.weights import Conv, pack_conv, unpack_conv
 
 __all__ = ["PROJECT_BLOCK", "conv_stage", "head", "pack_conv", "project"]
 

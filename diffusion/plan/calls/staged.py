@@ -4,16 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from triton_kernels.conv1d.conv1d import (
-    PROJECT_BLOCK,
-    Activation,
-    Conv,
-    Film,
-    Norm,
-    Stem,
-    Sums,
-    pack_conv,
-)
+from triton_kernels.conv1d.conv1d import PROJECT_BLOCK
+from triton_kernels.conv1d.operands import Activation, Film, Norm, Stem, Sums
+from triton_kernels.conv1d.weights import Conv, pack_conv
 from triton_kernels.tf32 import rounded_to_tf32
 
 from ..graph import Node, many

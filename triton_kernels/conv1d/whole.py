@@ -28,7 +28,7 @@ if SUPPORTED:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from .batched_kernels import conv1d_whole_kernel
+    from .whole_kernel import conv1d_whole_kernel
 
 _ROWS = 64  # channels out of a program: the height of `wgmma`
 _MOST_POSITIONS = 256  # its width

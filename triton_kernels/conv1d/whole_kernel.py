@@ -1,4 +1,4 @@
-"""The kernel of `conv1d.batched`: a piece of a convolution over short sequences of many samples.
+"""The kernel of `conv1d.whole`: a piece of a convolution over short sequences of many samples.
 
 Legend as in `conv1d_kernels`; a block is 128 bytes of channels, and P = SAMPLES TT the positions of
 a program. In shared memory the sample is the row of a block and the time the row of rows: a tap of
