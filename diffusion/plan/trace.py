@@ -19,7 +19,7 @@ from triton_kernels import reference
 from ..models.layers import Layer
 from .canonical import canonicalise
 from .graph import Graph, PlanError
-from .lower import by_pytorch, layers, shapes  # noqa: F401  they fill the table
+from .lower import attention_by_hand, by_pytorch, layers, shapes  # noqa: F401  they fill the table
 from .lower.arithmetic import function, is_function
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood

@@ -50,6 +50,46 @@ def test_norms_take_activations_and_film():
     assert graph.count()["act"] == 2
 
 
+class AdaGroupNorm(nn.Module):
+    """As k-diffusion's, in one call of PyTorch."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.conv = nn.Linear(6, 8), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x, emb):
+        scale, shift = self.linear(emb)[..., None, None].chunk(2, dim=1)
+        y = torch.addcmul(shift, F.group_norm(x, 2), scale + 1)
+        return torch.addcmul(x, F.gelu(y), self.conv(x))
+
+
+def test_a_norm_takes_what_addcmul_adds_and_multiplies():
+    graph, y = evaluate(AdaGroupNorm(), (torch.randn(2, 4, 5, 3), torch.randn(2, 6)), {})
+    (norm,) = [node for node in graph.nodes if node.op == "group_norm"]
+    assert {"scale", "shift"} <= set(norm.inputs) and norm.attrs["activation"] == "gelu"
+    assert graph.count()["arith"] == 1 and "mul" not in graph.count()
+
+
+class Concats(nn.Module):
+    """An image of a layer that is PyTorch's beside one of ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 8, 2, 2)
+        self.skip, self.out = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(16, 4, 3, padding=1)
+
+    def forward(self, x, skip):
+        return self.out(torch.cat([self.up(x), self.skip(skip)], 1))
+
+
+def test_a_concat_is_in_the_order_of_convolutions():
+    args = torch.randn(2, 4, 4, 4), torch.randn(2, 4, 8, 8)
+    graph, _ = evaluate(Concats(), args, {})
+    (cat,) = [node for node in graph.nodes if node.op == "cat"]
+    assert cat.out.shape == (2, 8, 8, 16)
+    assert graph.count()["layout"] == 3  # of the second argument, of one half, of the result
+
+
 @pytest.mark.parametrize("new_order", [False, True])
 def test_attention_of_packed_heads(new_order):
     module, args, kwargs = network("ours: unet.cu's")

@@ -108,6 +108,7 @@ CONV_FEW = Op(
             launch=lambda _, *tensors, **options: conv_forward(*tensors, **options),
             adds=FORWARD_TERMS,
             work=_forward_work,
+            delegates=True,
         ),
     ),
     similar=False,

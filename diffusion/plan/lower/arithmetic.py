@@ -53,6 +53,18 @@ def _arithmetic(low, a, b=-1, *, alpha=1, rounding_mode=None):
     return _affine(low, _power(low, b, -1), a, 0)
 
 
+@lowers("addcmul")
+def _addcmul(low, start, a, b, *, value=1):
+    """start + a b: where a norm is one of them, as a sum and a product, which the norm takes. Else
+    PyTorch's, which reads and writes once."""
+    norms = {node.out for node in low.graph.nodes if node.op == "group_norm"}
+    if value != 1 or not norms & {a.value, b.value} or not low.meta.dtype.is_floating_point:
+        return arithmetic(low, start, a, b, value=value)
+    a, b = (b, a) if b.value in norms else (a, b)
+    y = _two(low, "mul", a, b, low.meta.dtype)
+    return _two(low, "add", y, start, low.meta.dtype)
+
+
 def _affine(low: Lowering, x: View, scale: float, offset: float) -> View:
     x = to(low, x)
     if (scale, offset) == (1, 0):

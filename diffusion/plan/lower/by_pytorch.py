@@ -67,8 +67,11 @@ def _softmax(low, x, at):
     targets = {"_log_softmax": _ATEN.log_softmax.int, "_safe_softmax": low.target}
     target = targets.get(low.name.removeprefix("aten."), _ATEN.softmax.int)
     sizes = [x.shape[i] for i in order]
-    arguments = (0, ("number", order.index(at % len(x.dims))))
-    return in_order(left(low, [value], arguments, sizes, {}, target), sizes, order)
+    axis = order.index(at % len(x.dims))
+    y = left(low, [value], (0, ("number", axis)), sizes, {}, target)
+    if "log" not in low.name:
+        low.softmaxes[y] = value, axis
+    return in_order(y, sizes, order)
 
 
 def _named(low: Lowering, args: Sequence[Any]) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def _layer_norm(low, x, over, weight, bias, eps):
 
 
 @lowers(
-    "bmm", "baddbmm", "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
+    "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
     "reflection_pad2d", "replication_pad2d", "_adaptive_avg_pool2d"
 )  # fmt: skip
 def _as_it_is(low, *args, **options):

@@ -83,10 +83,8 @@ def _addmm(low, bias, x, weight, *, beta=1, alpha=1):
     return _linear_of(low, x, low.gather(weight.permute((1, 0))), low.gather(bias))
 
 
-@lowers("mm", "matmul")
-def _matmul(low, x, weight):
-    if len(weight.dims) != 2:  # other products than a layer's
-        return arithmetic(low, x, weight)
+def product_of_layer(low: Lowering, x: View, weight: View) -> View:
+    """x [..., CI] weight [CI, CO]"""
     return _linear_of(low, x, low.gather(weight.permute((1, 0))), None)
 
 
@@ -115,7 +113,7 @@ def _activation(low, x, *, approximate="none"):
 
 
 @lowers("scaled_dot_product_attention")
-def _attention(low, q, k, v, mask=None, *, scale=None, is_causal=False, enable_gqa=False):
+def attention(low, q, k, v, mask=None, *, scale=None, is_causal=False, enable_gqa=False):
     fits = len(q.dims) == 4 and k.shape == v.shape and len(k.dims) == 4
     fits = fits and not enable_gqa and (*q.shape[:2], q.shape[3]) == (*k.shape[:2], k.shape[3])
     if not fits or is_causal or mask is not None and not _of_keys(mask):

@@ -56,6 +56,10 @@ class Lowering:
         self.function = ""  # that Python called, of which the op is a part or the whole
         self.meta: Any = None  # what the trace says of the result: shape and dtype
         self.target: Any = None
+        # products of two views and a number, and softmaxes along an axis, as `attention_by_hand`
+        # looks for them
+        self.products: dict[Value, tuple[Any, Any, float]] = {}
+        self.softmaxes: dict[Value, tuple[Value, int]] = {}
 
     def refuse(self, why: str) -> PlanError:
         name = self.name

@@ -1,0 +1,185 @@
+"""Attention that a module writes itself, as two products around a softmax, is one op.
+
+PyTorch would write the scores of all queries and keys to memory, several times. So products and
+softmaxes are remembered while a module is lowered, and a product with what a softmax made of
+another is `attention` of the views that the module has multiplied:
+
+    softmax(scale a b + c) v,  c constant along the softmax's axis: minus the largest score, or none
+
+Whatever else is done to the scores, such as to add a bias, leaves all of them PyTorch's calls.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from ..graph import Node, Value
+from ..views import View, merged
+from .arithmetic import arithmetic
+from .layers import attention, product_of_layer
+from .table import Lowering, lowers
+
+_ATEN = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """scale q k^T, of q [..., T, d] and k [..., S, d], and which axis of it is of the keys."""
+
+    q: View
+    k: View
+    scale: float
+    dtype: torch.dtype  # of the product
+    keys_last: bool  # in memory; else the queries are
+
+
+@lowers("mm", "matmul", "bmm")
+def _product(low, a, b):
+    if len(b.dims) == 2:
+        return product_of_layer(low, a, b)
+    return _of_two(low, a, b)
+
+
+@lowers("baddbmm")
+def _baddbmm(low, start, a, b, *, beta=1, alpha=1):
+    if beta != 0:
+        return arithmetic(low, start, a, b, beta=beta, alpha=alpha)
+    y = arithmetic(low, start, a, b, beta=beta, alpha=alpha)
+    low.products[y.value] = a, b, alpha
+    return y
+
+
+def _of_two(low: Lowering, a: View, b: View) -> View:
+    """a [..., M, K] b [..., K, N]: PyTorch's, or what attention ends with."""
+    for p, v, ahead in ((a, b, True), (b, a, False)):
+        y = _attention(low, p, v, ahead) if a.shape[:-2] == b.shape[:-2] else None
+        if y is not None:
+            return y
+    y = arithmetic(low, a, b)
+    low.products[y.value] = a, b, 1
+    return y
+
+
+def _attention(low: Lowering, p: View, v: View, ahead: bool) -> View | None:
+    """p v, or v p, if p is a softmax over the keys of scores; None: it is none."""
+    if not low.softmaxes:
+        return None
+    producers = low.graph.producers()
+    value = _behind(p.value, producers, "cast")
+    scores = _scores(low, value, producers) if value in low.softmaxes else None
+    if scores is None or not 0 < scores.scale < math.inf:
+        return None
+    # [B, T, S] of p v, [B, S, T] of v p
+    p, v = (p, v) if ahead else (_turned(p), _turned(v))
+    t, s, count = scores.q.shape[-2], scores.k.shape[-2], math.prod(p.shape[:-2])
+    dims = ((s, 1), (t, s)) if scores.keys_last else ((s, t), (t, 1))
+    expected = ((count, t * s), dims[1], dims[0])
+    flat = p.reshape((count, t, s)) if p.shape[-2:] == (t, s) else None
+    if flat is None or flat.offset or flat.dims != tuple(merged((d,)) for d in expected):
+        return None
+    if not scores.q.shape[:-2] == scores.k.shape[:-2] or math.prod(scores.q.shape[:-2]) != count:
+        return None
+    parts = [_narrow(low, x, producers) for x in (scores.q, scores.k, v)]
+    dtype = low.meta.dtype
+    exact = all(x.value.dtype == dtype for x in parts[:2]) or scores.dtype == dtype
+    if parts[1].shape[-1] != parts[2].shape[-1] or not exact:
+        return None
+    parts = _by_heads(parts)
+    if parts is None:
+        return None
+    y = attention(low, *parts, scale=scores.scale)
+    y = y.reshape((*p.shape[:-2], t, v.shape[-1]))
+    if y is None:
+        return None
+    return y if ahead else _turned(y)
+
+
+def _scores(low: Lowering, softmax: Value, producers: dict[Value, Node]) -> _Scores | None:
+    """Of which product it is a softmax."""
+    value, axis = low.softmaxes[softmax]
+    size, behind = softmax.shape[axis], math.prod(softmax.shape[axis + 1 :])
+    scale = 1.0
+    while value not in low.products:
+        node = producers.get(value)
+        if node is None:
+            return None
+        if node.op == "affine":  # whose offset a softmax does not see
+            scale *= node.attrs["scale"]
+        elif not (node.op == "reshape" or _widens(node) or _less_largest(node, behind, producers)):
+            return None
+        value = node.inputs["a" if node.op == "add" else "x"]
+    a, b, alpha = low.products[value]
+    m, n = a.shape[-2], b.shape[-1]
+    scale *= alpha
+    if (size, behind) == (n, 1):
+        return _Scores(*_scaled(a, _turned(b), scale, producers), value.dtype, True)
+    if (size, behind) == (m, n):
+        return _Scores(*_scaled(_turned(b), a, scale, producers), value.dtype, False)
+    return None
+
+
+def _scaled(
+    q: View, k: View, scale: float, producers: dict[Value, Node]
+) -> tuple[View, View, float]:
+    """Both without the numbers that they are multiplied with."""
+    found = []
+    for x in (q, k):
+        node = producers.get(x.value)
+        while node is not None and node.op == "affine" and node.attrs["offset"] == 0:
+            scale *= node.attrs["scale"]
+            x = View(node.inputs["x"], x.dims, x.offset)
+            node = producers.get(x.value)
+        found.append(x)
+    return *found, scale
+
+
+def _less_largest(node: Node, behind: int, producers: dict[Value, Node]) -> bool:
+    """Whether it is scores less their largest along the softmax's axis, `behind` which there are so
+    many elements: a softmax does not see that."""
+    if node.op != "add":
+        return False
+    less = producers.get(_behind(node.inputs["b"], producers, "reshape"))
+    if less is None or less.op != "affine" or less.attrs != {"scale": -1, "offset": 0}:
+        return False
+    most = producers.get(_behind(less.inputs["x"], producers, "reshape", "detach"))
+    if most is None or most.attrs.get("target") != _ATEN.amax.default:
+        return False
+    (_, axes), x = most.attrs["arguments"][1], most.inputs["x0"]
+    along = len(axes) == 1 and math.prod(x.shape[axes[0] + 1 :]) == behind
+    a, b = (_behind(v, producers, "reshape") for v in (x, node.inputs["a"]))
+    return along and a is b
+
+
+def _behind(value: Value, producers: dict[Value, Node], *ops: str) -> Value:
+    """What it is made of by these ops."""
+    while (node := producers.get(value)) is not None and node.op in ops:
+        value = node.inputs["x"]
+    return value
+
+
+def _widens(node: Node) -> bool:
+    return node.op == "cast" and node.out.dtype.itemsize >= node.inputs["x"].dtype.itemsize
+
+
+def _narrow(low: Lowering, x: View, producers: dict[Value, Node]) -> View:
+    """Without a cast from the dtype of the result, which loses nothing."""
+    node = producers.get(x.value)
+    cast = node is not None and node.op == "cast" and node.inputs["x"].dtype == low.meta.dtype
+    return View(node.inputs["x"], x.dims, x.offset) if cast else x
+
+
+def _turned(x: View) -> View:
+    """With its last two dimensions the other way round."""
+    return View(x.value, (*x.dims[:-2], x.dims[-1], x.dims[-2]), x.offset)
+
+
+def _by_heads(parts: list[View]) -> list[View] | None:
+    """Views [..., T, d] as [N, heads, T, d]: as they lie, where the module has both as one."""
+    lead = parts[0].shape[:-2]
+    if len(lead) != 2:
+        ahead = (merged(sum(x.dims[:-2], ())) for x in parts)
+        heads = next((pieces[1][0] for pieces in ahead if len(pieces) == 2), 1)
+        lead = math.prod(lead) // heads, heads
+    found = [x.reshape((*lead, *x.shape[-2:])) for x in parts]
+    return None if None in found else found

@@ -1,0 +1,156 @@
+"""Attention that is written as two products around a softmax is one op, and nothing else is."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion.plan.trace import trace
+from tests.plan.compare import compare
+
+ONE, NONE, HEADS = 1, 0, 3
+
+
+def heads(x):  # [N, T, C] as [N, heads, T, d]
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+def packed(x):  # as [N heads, T, d]
+    return heads(x).flatten(0, 1)
+
+
+def scores(q, k, scale=0.3):
+    return heads(q) @ heads(k).mT * scale
+
+
+def _latent_diffusion(q, k, v, b):
+    q, k, v = map(packed, (q, k, v))
+    p = (torch.einsum("bid,bjd->bij", q, k) * 0.3).softmax(-1)
+    return torch.einsum("bij,bjd->bid", p, v).unflatten(0, (-1, HEADS)).transpose(1, 2).flatten(2)
+
+
+def _processor(q, k, v, b):
+    """As diffusers' AttnProcessor."""
+    q, k, v = map(packed, (q, k, v))
+    empty = torch.empty(q.shape[0], q.shape[1], k.shape[1], dtype=q.dtype)
+    p = torch.baddbmm(empty, q, k.transpose(-1, -2), beta=0, alpha=0.3).softmax(-1)
+    return torch.bmm(p.to(v.dtype), v)
+
+
+def _guided_diffusion(q, k, v, b):
+    q, k, v = (x.mT for x in map(packed, (q, k, v)))  # [N heads, d, T]
+    scale = 1 / math.sqrt(math.sqrt(q.shape[1]))
+    p = torch.softmax(torch.einsum("bct,bcs->bts", q * scale, k * scale), dim=-1)
+    return torch.einsum("bts,bcs->bct", p, v)
+
+
+def _ddpm(q, k, v, b):
+    """Its AttnBlock: of one head, and of probabilities the other way round."""
+    q, k, v = q, k.mT, v.mT
+    p = F.softmax(torch.bmm(q, k) * q.shape[-1] ** -0.5, dim=2).permute(0, 2, 1)
+    return torch.bmm(v, p)
+
+
+def _score_sde(q, k, v, b):
+    """Over images."""
+    q, k, v = (x.mT[..., :4].unflatten(-1, (2, 2)) for x in (q, k, v))  # [N, C, 2, 2]
+    w = torch.einsum("bchw,bcij->bhwij", q, k) * 0.3
+    p = F.softmax(w.flatten(3), dim=-1).view(w.shape)
+    return torch.einsum("bhwij,bcij->bchw", p, v)
+
+
+def _less_largest(q, k, v, b, dim=-1):
+    """As lucidrains' networks."""
+    s = torch.einsum("bhid,bhjd->bhij", heads(q) * 0.3, heads(k))
+    s = s - s.amax(dim=dim, keepdim=True).detach()
+    return torch.einsum("bhij,bhjd->bhid", s.softmax(-1), heads(v))
+
+
+def _axial(q, k, v, b):
+    """Along the rows of an image, in heads."""
+    q, k, v = (heads(x[:, :4]).unflatten(2, (2, 2)) for x in (q, k, v))
+    p = (torch.einsum("bhijd,bhikd->bhijk", q, k) * 0.3).softmax(-1)
+    return torch.einsum("bhijk,bhikd->bhijd", p, v)
+
+
+def _two_sums(q, k, v, b):
+    p = scores(q, k).softmax(-1)
+    return p @ heads(v), p
+
+
+FORMS = {
+    "products": (lambda q, k, v, b: scores(q, k).softmax(-1) @ heads(v), ONE),
+    "of one head": (lambda q, k, v, b: (q @ k.mT / 2).softmax(-1) @ v, ONE),
+    "keys first": (lambda q, k, v, b: scores(k, q).softmax(-2).mT @ heads(v), ONE),
+    "and an offset": (lambda q, k, v, b: (scores(q, k) + 3.0).softmax(-1) @ heads(v), ONE),
+    "negative twice": (lambda q, k, v, b: scores(-1 * q, k, -0.3).softmax(-1) @ heads(v), ONE),
+    "as latent diffusion": (_latent_diffusion, ONE),
+    "as diffusers' processor": (_processor, ONE),
+    "as guided diffusion": (_guided_diffusion, ONE),
+    "as DDPM": (_ddpm, ONE),
+    "as score_sde": (_score_sde, ONE),
+    "less the largest score": (_less_largest, ONE),
+    "along rows": (_axial, ONE),
+    "and its weights": (_two_sums, ONE),
+    "less the largest of keys": (lambda *given: _less_largest(*given, dim=-2), NONE),
+    "over queries": (lambda q, k, v, b: scores(q, k).softmax(-2) @ heads(v), NONE),
+    "turned": (lambda q, k, v, b: scores(q, k[:, :5]).softmax(-1).mT @ heads(v[:, :5]), NONE),
+    "with a bias": (lambda q, k, v, b: (scores(q, k) + b).softmax(-1) @ heads(v), NONE),
+    "with a learned scale": (lambda q, k, v, b: (scores(q, k) * b[0, 0]).softmax(-1) @ v[0], NONE),
+    "a negative scale": (lambda q, k, v, b: scores(q, k, -0.3).softmax(-1) @ heads(v), NONE),
+    "a sigmoid": (lambda q, k, v, b: scores(q, k).sigmoid() @ heads(v), NONE),
+    "batches in another order": (
+        lambda q, k, v, b: scores(q, k).softmax(-1).transpose(0, 1) @ heads(v).transpose(0, 1),
+        NONE,
+    ),
+    "one head of keys": (
+        lambda q, k, v, b: (heads(q) @ k[:, None, :, :4].mT).softmax(-1) @ v[:, None, :, :4],
+        NONE,
+    ),
+    "of other widths": (lambda q, k, v, b: (q @ k.mT).softmax(-1) @ v[..., :5], NONE),
+}  # fmt: skip
+
+
+class Attends(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.q, self.kv = function, nn.Linear(12, 12), nn.Linear(12, 24)
+        self.bias = nn.Parameter(torch.randn(5, 7))
+
+    def forward(self, x, context):
+        return self.function(self.q(x), *self.kv(context).chunk(2, -1), self.bias)
+
+
+def attends(name):
+    torch.manual_seed(0)
+    return Attends(FORMS[name][0]), (torch.randn(2, 5, 12), torch.randn(2, 7, 12))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_in_float64(name):
+    module, args = attends(name)
+    compared = compare(module.double(), tuple(x.double() for x in args))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    assert compared.graph.count().get("attention", 0) == FORMS[name][1]
+
+
+@pytest.mark.parametrize("name", [name for name, (_, count) in FORMS.items() if count])
+def test_in_16_bits(name):
+    """Also where the softmax is in float32: nothing is lost that the module has."""
+    module, args = attends(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trace(module, args).graph.count()["attention"] == 1
+    args = tuple(x.bfloat16() for x in args)
+    graph = trace(module.bfloat16(), args).graph
+    attention = next(node for node in graph.nodes if node.op == "attention")
+    assert {v.dtype for v in (*attention.inputs.values(), attention.out)} == {torch.bfloat16}
+
+
+def test_scores_of_more_digits_than_the_result_stay():
+    module = Attends(
+        lambda q, k, v, b: (q.float().tanh() @ k.float().mT).softmax(-1).to(v.dtype) @ v
+    )
+    args = torch.randn(2, 5, 12).bfloat16(), torch.randn(2, 7, 12).bfloat16()
+    assert "attention" not in trace(module.bfloat16(), args).graph.count()
