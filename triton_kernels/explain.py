@@ -5,9 +5,10 @@ r"""Print which kernel would run, and why the others would not:
 
 It needs no GPU. The words are the pass (forward, input_grad or weight_grad), the batch with the
 rows and columns of an image, the channels multiplied and those of the result, the filter, the type,
-and the terms of the epilogue: `emb`, `residual`, `stats`, `mask`, `extra=64` (a 1x1 convolution of
-64 channels; may be given twice), `first=192` (for an input gradient: channels of the first of two
-tensors), `activation=silu`. A weight gradient reads x of the channels that are multiplied.
+and the terms of the epilogue: `emb`, `residual`, `stats`, `mask` (with `drawn`, if its bits are
+not stored), `extra=64` (a 1x1 convolution of 64 channels; may be given twice), `first=192` (for an
+input gradient: channels of the first of two tensors), `activation=silu`. A weight gradient reads x
+of the channels that are multiplied.
 `unfused` selects the kernels of the public `conv2d`, which have no epilogue; those and weight
 gradients may have `stride=2`, and in an input gradient the pixels are those of the image that is
 read, which has half the rows and columns of the result. `op=conv_norm`, or
@@ -59,7 +60,7 @@ _UNFUSED = {"forward": forward.FORWARD, "input_grad": forward.INPUT_GRAD}
 _JOINED = {name: op for name, op in OPS.items() if "conv" in name or "linear" in name}
 _PASSES = tuple(_OPS)
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
-_FLAGS = ("emb", "residual", "stats", "mask")
+_FLAGS = ("emb", "residual", "stats", "mask", "drawn")
 _EXAMPLE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
 
 

@@ -17,7 +17,6 @@ from triton_kernels.conv.plain import gather as conv_gather
 from triton_kernels.conv.plain import gather_wgrad
 from triton_kernels.conv.plain import tma as conv_tma
 from triton_kernels.conv.plain.tma_boxes import boxes_of_image, covering_box, image_box, row_box
-from triton_kernels.noise.dropout import Mask
 from triton_kernels.runtime.device import describe
 
 from .poison import poison_outputs
@@ -204,10 +203,6 @@ def check_grad(shape: Shape, c1, dtype, device, activation="silu", config=None, 
         assert relative(partials[:, :, 0].sum(1), d) <= 1e-5 + exactness
         assert relative(partials[:, :, 1].sum(1), e) <= 1e-5 + exactness
     return dz, partials
-
-
-def dropped(device) -> Mask:
-    return Mask(0.3, torch.tensor([0x1234_5678_9ABC, 7], device=device), layer=9, first=5)
 
 
 def weight_grad_reference(x, dy, kernel: int) -> Tensor:

@@ -23,7 +23,6 @@ from .conv_fused_cases import (
     check_grad,
     check_stats,
     check_weight_grad,
-    dropped,
     forward_case,
     forward_reference,
     grad_case,
@@ -33,6 +32,7 @@ from .conv_fused_cases import (
     tensor_cores,  # noqa: F401  a fixture for every test here
 )
 from .distinct import distinct
+from .masks import dropped
 
 ALL_CONFIGS = (conv_fused._FWD_CONFIGS, conv_fused._DGRAD_CONFIGS, conv_tma_wgrad.WGRAD_CONFIGS)
 

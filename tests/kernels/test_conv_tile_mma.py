@@ -20,12 +20,12 @@ from .conv_fused_cases import (
     check_extra,
     check_forward,
     check_grad,
-    dropped,
     forward_case,
     forward_reference,
     poison,  # noqa: F401  a fixture for every test here
     relative,
 )
+from .masks import dropped, stored
 from .test_conv_hopper import gpu, repeatedly, spec_of
 
 TILES = list(tile_mma.TILES)
@@ -154,10 +154,9 @@ class TestGpu:
     )
     def test_input_grad_behind_dropout(self, name, config, device):
         skip_uncut(name, config)
-        mask = dropped(device)
-        repeatedly(
-            lambda: check_grad(SHAPES[name], None, torch.bfloat16, device, "silu", config, mask)
-        )
+        shape = SHAPES[name]
+        mask = stored(dropped(device), (shape.n, shape.h, shape.w, shape.ci))
+        repeatedly(lambda: check_grad(shape, None, torch.bfloat16, device, "silu", config, mask))
 
     @pytest.mark.parametrize("activation", ["identity", "gelu"])
     @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.noise import mask_words as mask_bits
-from triton_kernels.noise.dropout import Mask, dropout
+from triton_kernels.noise.dropout import dropout
 
 from .poison import poison_outputs
 
@@ -18,7 +17,6 @@ def poisoned(monkeypatch):
     # the package has a function of that name
     module = import_module("triton_kernels.noise.dropout")
     poison_outputs(monkeypatch, module)
-    monkeypatch.setattr(mask_bits, "_empty", lambda *a, **k: torch.empty(*a, **k).fill_(-1))
 
 
 def _rng(device, seed=0x1234_5678_9ABC, step=7):
@@ -51,20 +49,6 @@ def _check(shape, p, rng, dtype, device, **key):
 )
 def test_same_elements_as_the_reference(shape, dtype, device):
     _check(shape, 0.3, _rng(device), dtype, device, layer=5, first=3)
-
-
-@pytest.mark.parametrize(
-    "shape", [(3, 5, 3, 64), (2, 8, 8, 192), (1, 1, 1, 64), (2, 3, 5, 160), (3, 4, 4, 12)], ids=str
-)
-@pytest.mark.parametrize("p", [0.0, 0.3, 0.999])
-def test_words_of_bits(shape, p, device):
-    """The bits of kernels that take the mask as words are the elements that `dropout` keeps."""
-    rng = _rng(device)
-    words = mask_bits.mask_words(Mask(p, rng, 5, 3), shape)
-    bits = (words[..., None] >> torch.arange(64, device=device)) & 1
-    kept = reference.dropout(torch.ones(shape, device=device), p, rng, layer=5, first=3) != 0
-    assert words.shape == (*shape[:3], -(-shape[3] // 64))
-    assert torch.equal(bits.flatten(3)[..., : shape[3]].bool(), kept)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.999])

@@ -7,7 +7,6 @@ import torch
 from triton_kernels import reference
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.noise.dropout import Mask
-from triton_kernels.noise.mask_words import mask_words
 from triton_kernels.norm import pass_grid
 from triton_kernels.norm import passes as norm_passes
 from triton_kernels.norm import sums as norm_sums
@@ -16,6 +15,7 @@ from triton_kernels.reductions import column_sum, row_sums
 from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import Device
 
+from .masks import stored
 from .norm_cases import (
     CASES,
     EPS,
@@ -80,19 +80,23 @@ def test_apply_drops_what_dropout_drops(shape, channels, device):
 
 @pytest.mark.parametrize(
     ("shape", "channels"),
-    [((3, 5, 7), (64,)), ((2, 3, 5), (40, 24)), ((1, 30, 8), (192,)), ((2, 33, 32), (64, 64))],
-    ids=["one", "two-halves", "blocks", "chunks"],
+    [
+        *(((3, 5, 7), (64,)), ((2, 3, 5), (40, 24)), ((1, 30, 8), (192,)), ((2, 33, 32), (64, 64))),
+        *(((3, 5, 7), (8,)), ((2, 3, 5), (72,)), ((2, 3, 5), (40, 16))),
+    ],
+    ids=["one", "two-halves", "blocks", "chunks", "part-of-a-word", "words-and-part", "ragged"],
 )
 def test_apply_writes_what_it_keeps(shape, channels, device):
-    """As `mask_words` would draw it, and a is the same."""
+    """A bit for each channel, and a is the same."""
     halves, weight, bias = make_halves(shape, channels, device=device)
     table = table_of(halves, (1,) * len(halves), 4, weight, bias)
     mask = Mask(0.3, torch.tensor([0x1234_5678_9ABC, 7], device=device), layer=9, first=5)
-    words = torch.full((*shape, sum(channels) // 64), -1, device=device)
+    words = torch.full((*shape, -(-sum(channels) // 64)), -1, device=device)
     given = halves[0], second_half(halves), table, "silu"
     a = norm_passes.apply(*given, mask=mask._replace(words=words))
     assert torch.equal(a, norm_passes.apply(*given, mask=mask))
-    assert torch.equal(words, mask_words(mask, (*shape, sum(channels))))
+    there, kept = (stored(mask._replace(p=p), (*shape, sum(channels))).words for p in (0.0, mask.p))
+    assert torch.equal(words & there, kept)
 
 
 @pytest.mark.parametrize("act", ACTIVATIONS)

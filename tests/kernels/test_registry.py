@@ -378,6 +378,8 @@ class TestSelect:
         plain = registry.select(INPUT_GRAD, grad, HOPPER)
         masked = registry.select(INPUT_GRAD, dataclasses.replace(grad, mask=True), HOPPER)
         assert plain.kernel.name == "stationary_weights" and masked.kernel.name == "tile_mma"
+        drawn = dataclasses.replace(grad, mask=True, drawn=True)  # its threads hold no four
+        assert registry.select(INPUT_GRAD, drawn, HOPPER).kernel.name == "tma"
 
     def test_a_row_of_another_shape_is_passed_over_if_it_is_slow(self, measured):
         """Where models were fitted to times they say so; elsewhere the row is all that is known."""

@@ -139,22 +139,22 @@ def test_launches_of_a_residual_block_training():
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize(("dtype", "channels"), [(BF16, 64), (BF16, 72), (FP32, 64)])
+@pytest.mark.parametrize(("dtype", "channels"), [(BF16, 64), (BF16, 72), (BF16, 68), (FP32, 64)])
 def test_what_dropout_keeps_is_drawn_once(dtype, channels):
-    """In 16 bits, and of whole words: who drops forward writes bits, which backward reads."""
+    """In 16 bits, and of whole bytes: who drops forward writes bits, which backward reads."""
     block = ResBlock(8, channels, 6, **OPTIONS | {"backend": replace(TORCH_FP32, dtype=dtype)})
     *images, emb, rng = block_args()
     x = torch.cat(images, 3).to(block.backend.dtype)
     made = plan(block, (x, emb, rng), trains=True, of_inputs=(0, 1))
     writing = [n for n in nodes_of(made.schedule.forward) if "words" in n.outputs]
     reading = [n for n in nodes_of(made.schedule.backward) if "words" in n.inputs]
-    if (dtype, channels) != (BF16, 64):
+    if dtype == FP32 or channels % 8:
         assert not writing and not reading
         return
     (norm,), (grad,) = writing, reading
     assert norm.attrs["layer"] == grad.attrs["layer"] and grad.op == "conv_input_grad"
     assert grad.inputs["words"] is norm.outputs["words"]
-    assert norm.outputs["words"].shape == (2, 4, 4, 1)
+    assert norm.outputs["words"].shape == (2, 4, 4, -(-channels // 64))
 
 
 def test_launches_of_an_attention_block():

@@ -213,6 +213,7 @@ def conv_input_grad(
         rest["allow_tf32"] = allow_tf32
         dtype, first = dtype_name(dy.dtype, allow_tf32), inputs[0].shape[3]
         added = {"activation": activation, "mask": mask is not None}
+        added["drawn"] = mask is not None and mask.words is None
         spec = ConvSpec(n, dtype, h, w, k, ci, r, s, filters=(co, ci), first=first, **added)
 
         def run(c: tuple) -> Tensor:

@@ -7,7 +7,8 @@ mask again from its counter, and the reference keeps exactly the same elements. 
 4 * BLOCK elements of one sample, four from each evaluation of Philox.
 
 A kernel that has the elements in registers can drop them there: it is told by a `Mask` and asks
-`kept`.
+`kept`. One whose threads do not hold four neighbouring channels would evaluate Philox four times
+for what one evaluation gives: it reads the mask as bits, which the kernel that dropped has stored.
 """
 
 from typing import NamedTuple
@@ -24,6 +25,9 @@ from .philox import BLOCK, DROPOUT, check_rng, philox_words
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
+WORD = 64  # channels whose bits are in a word
+
+
 class Mask(NamedTuple):
     """Which elements of a tensor [N, H, W, C] are kept."""
 
@@ -31,8 +35,9 @@ class Mask(NamedTuple):
     rng: Tensor  # int64 [2]: seed, step
     layer: int
     first: int = 0  # global index of sample 0
-    # int64 [N, H, W, C / 64] or None: bit i of word j is whether element 64 j + i of a pixel is
-    # kept. Who drops writes them, and who drops again may read them instead of drawing.
+    # int64 [N, H, W, C / 64, rounded up] or None: bit i of word j is whether element 64 j + i of a
+    # pixel is kept; bits behind its last channel say nothing. Who drops writes them, and who drops
+    # again may read them instead of drawing.
     words: Tensor | None = None
 
 
@@ -41,6 +46,12 @@ def mask_arguments(mask: Mask | None) -> tuple[Tensor | None, int, int, float]:
     if mask is None:
         return None, 0, 0, 0.0
     return mask.rng, mask.first, DROPOUT | mask.layer << 8, mask.p
+
+
+@triton.jit
+def bytes_of_words(C):
+    """Of a pixel with so many channels, in `Mask.words`."""
+    return (C + 63) // 64 * 8
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..activations import activate_affine
-from ..noise.dropout import kept, kept_bits, spread_bits
+from ..noise.dropout import bytes_of_words, kept, kept_bits, spread_bits
 from ..runtime.dependent_launch import await_inputs
 from ..tf32 import as_operand
 from .coefficients import load_table, modulate, parameters, store_table
@@ -46,7 +46,7 @@ def norm_apply_kernel(
     first,
     stream,
     drop,  # probability
-    bytes_ptr,  # uint8 [N, HW, (C1 + C2) / 8] or None: which elements are kept, a bit each
+    bytes_ptr,  # uint8 [N, HW, bytes of words] or None: which elements are kept, a bit each
     ACT: tl.constexpr,
     SMALL_W: tl.constexpr,  # of x1, if it is upsampled; or None
     CORNERS: tl.constexpr,  # then only one pixel of 2x2 is written to a
@@ -118,7 +118,7 @@ def norm_apply_kernel(
     bytes_ptrs, mask_b = None, None
     if bytes_ptr is not None:
         offs_b = tl.arange(0, BLOCK_C // 8)
-        bytes_ptrs = bytes_ptr + n * HW * (C // 8) + c0 // 8 + offs_b
+        bytes_ptrs = bytes_ptr + n * HW * bytes_of_words(C) + c0 // 8 + offs_b
         mask_b = c0 + 8 * offs_b < border + CH
     large_ptrs = None
     if large_ptr is not None:
@@ -208,7 +208,7 @@ def _store_tile(
             low, high = tl.split(tl.reshape(four, (BLOCK_P, BLOCK_C // 8, 2)))
             eight = (low | high << 4).to(tl.uint8)
             inside = (offs_p < pixels)[:, None] & mask_b[None, :] if MASKED else None
-            tl.store(bytes_ptrs[None, :] + offs_p[:, None] * (C // 8), eight, mask=inside)
+            tl.store(bytes_ptrs[None, :] + offs_p[:, None] * bytes_of_words(C), eight, mask=inside)
         a = tl.where(keep, a * (1.0 / (1.0 - drop)), 0.0)
     a = as_operand(a, a_ptrs.dtype.element_ty, TF32)
     if SMALL_W is None:

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from ..activations import check_activation, rounded_grad
-from ..noise.dropout import Mask, mask_arguments
+from ..noise.dropout import WORD, Mask, mask_arguments
 from ..reductions.row_sums import RowSums
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
@@ -200,7 +200,7 @@ def launch_apply(
     wanted = wanted or _PROGRAMS * describe(x1.device).num_sms
     programs, blocks, masked, tile = _cut(n, halves, config, wanted, least_tile)
     words = None if mask is None else mask.words
-    assert words is None or (c1 % 8 == c % 64 == 0 and words.shape == (n, h, w, c // 64))
+    assert words is None or (c1 % 8 == c % 8 == 0 and words.shape == (n, h, w, -(-c // WORD)))
     kept = None if words is None else words.view(torch.uint8)
     norm_apply_kernel[(programs,)](
         x1, x2, *norm.both, norm.weight, norm.bias, *film, a, large, table, *map(row_stride, film),

@@ -26,7 +26,7 @@ _BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
 # which terms it adds (`Kernel.adds`) and refuses all others. Whole epilogues add these, of a
 # forward pass and of an input gradient:
 FORWARD_TERMS = ("emb", "residual", "extra", "stats")
-GRAD_TERMS = ("activation", "mask")
+GRAD_TERMS = ("activation", "mask", "drawn")
 TERMS = (*FORWARD_TERMS, *GRAD_TERMS)  # all that there are
 
 
@@ -85,6 +85,7 @@ class ConvSpec(Spec):
     stats: bool = False  # also sums of y by tiles, for the next norm
     activation: str | None = None  # of an input gradient: dz = dx act'(z), and sums
     mask: bool = False  # likewise: dropout
+    drawn: bool = False  # of its mask no bits are stored: it has to be drawn
     upsampled: bool = False  # what is read beside the product is half as high and wide
     aligned: bool = True  # whether tensors begin at multiples of 16 bytes
     rounded: bool = False  # whether a weight gradient is stored in 16 bits

@@ -2,7 +2,7 @@
 
 import torch
 
-from triton_kernels.noise.mask_words import CHANNELS
+from triton_kernels.noise.dropout import WORD
 
 from ..graph import Node, Value
 from .rewrite import HALF, Fusing, Row
@@ -18,10 +18,10 @@ def _written_words(f: Fusing, table: Value, dropout: Node, y: Value) -> Value | 
         return None
     if norm.attrs["layer"] != dropout.attrs["layer"]:
         return None
-    if y.dtype.itemsize != 2 or y.shape[-1] % CHANNELS:
+    if y.dtype.itemsize != 2 or any(x.shape[-1] % 8 for x in norm.many("x")):
         return None
     if "words" not in norm.outputs:
-        shape = *y.shape[:-1], y.shape[-1] // CHANNELS
+        shape = *y.shape[:-1], -(-y.shape[-1] // WORD)
         norm.outputs["words"] = f.graph.value("words", shape, torch.int64)
     return norm.outputs["words"]
 

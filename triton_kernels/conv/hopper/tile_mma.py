@@ -29,10 +29,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...hopper.descriptors import BARRIERS, LOADER_REGISTERS, SUPPORTED, in_boxes
-from ...noise.mask_words import mask_words
+from ...noise.dropout import WORD
 from ...registry.cost import Work, beside_rows, outside_rows
 from ...registry.kernel import Kernel, configures
-from ...registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec
+from ...registry.spec import FORWARD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from .operands import NormOfResult, Operands
@@ -102,7 +102,8 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     vectors, then, second, of_image = (None,) * 6, (operands.activation_name, 1, True), 0, 1
     kept, factor = None, 1.0
     if operands.mask is not None:
-        kept, factor = mask_words(operands.mask, operands.y.shape), 1 / (1 - operands.mask.p)
+        kept, factor = operands.mask.words, 1 / (1 - operands.mask.p)
+        assert kept.shape == (n, h, w, -(-c // WORD))
     if normed is not None:
         assert width == w
         second = normed.second
@@ -241,7 +242,7 @@ KERNEL = Kernel(
     refuse,
     configs,
     launch=launch,
-    adds=(*FORWARD_TERMS, *GRAD_TERMS),
+    adds=(*FORWARD_TERMS, "activation", "mask"),
     work=work,
     fitted_by=("block_m", "filters_with_pixels"),
 )
