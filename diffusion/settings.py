@@ -5,7 +5,8 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -39,7 +40,22 @@ def construct(make: Callable[..., T], settings: dict[str, Any], group: str, **gi
         raise ConfigError(f"{group}={shown(settings)} is wrong; it is a group of settings")
     valid = [name for name in inspect.signature(make).parameters if name not in given]
     check_keys(settings, valid, group)
-    return make(**typed(make, settings, group), **given)
+    values = typed(make, settings, group)
+    with naming_group(settings, group):
+        return make(**values, **given)
+
+
+@contextmanager
+def naming_group(settings: Iterable[str], group: str) -> Iterator[None]:
+    """An error within that begins with KEY=, one of the `settings`, names where that stands in the
+    configuration, of which a constructor knows nothing."""
+    try:
+        yield
+    except ConfigError as error:
+        key, equals, _ = str(error).partition("=")
+        if not group or not equals or key not in settings:
+            raise
+        raise ConfigError(f"{group}.{error}") from error
 
 
 def check_keys(settings: dict[str, Any], valid: list[str], group: str) -> None:

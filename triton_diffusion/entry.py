@@ -40,6 +40,8 @@ _MULTIRUN = ("-m", "--multirun")
 _CONFIG_DIR = ("--config-dir", "-cd")
 _WITH_VALUE = (*_CONFIG_DIR, "--config-path", "-cp", "--config-name", "-cn", "--cfg", "-c")
 _WITH_VALUE += ("--package", "-p")
+_ALONE = (*HELP, *_MULTIRUN, "--hydra-help", "--version", "--resolve", "--run", "-r")
+_ALONE += ("--shell-completion", "-sc", "--info", "-i", "--experimental-rerun")
 _SYNTAX = "()[]{},'\"\\$"  # of lists, quotes, sweeps and interpolations in Hydra's language
 # settings that may name a file or folder to read or to write
 _PATHS = ("path", "ckpt", "src", "out", "init", "mask", "resume", "reference", "weights", "runs")
@@ -148,6 +150,9 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
     warnings.formatwarning = _one_line(warnings.formatwarning)
     sys.argv[1:] = readable(sys.argv[1:])
+    wrong = wrong_option(sys.argv[1:], config_name)
+    if wrong is not None:
+        _fail(wrong)
     try:
         if set(HELP) & set(sys.argv[1:]):
             with exit_codes():
@@ -231,6 +236,24 @@ def with_own(own: Sequence[str], arguments: Sequence[str]) -> list[str]:
     """The arguments with the settings of the run in front of those that the user gave."""
     options, settings = _parted(arguments)
     return [*options, *own, *settings]
+
+
+def wrong_option(arguments: Sequence[str], config_name: str) -> str | None:
+    """What to say of an option that there is not, as of `--steps 10`; None if all are Hydra's."""
+    options, settings = _parted(arguments)
+    values = {value for name, value in pairwise(options) if name in _WITH_VALUE}
+    for option in options:
+        name, _, value = option.partition("=")
+        known = name in (*_ALONE, *_WITH_VALUE) or option in values
+        if known or not re.fullmatch(r"--[a-z][\w.-]*|-[a-z]", name):  # -cdFOLDER is Hydra's too
+            continue
+        key = name.lstrip("-").replace("-", "_")
+        valid = sorted(_keys(config_name, settings))
+        same = [path for path in valid if key in (path, path.rpartition(".")[2])]
+        near = [*same, *_near(key, valid)][:1]
+        hint = f", here {near[0]}={value or 'VALUE'}" if near else ""
+        return f"{name} is no option; settings are given as KEY=VALUE{hint}"
+    return None
 
 
 def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -353,6 +376,9 @@ def _unknown(shown: str, value: str, valid: list[str]) -> str:
     if not near:  # the same last part in another group
         near = [name for name in valid if name.split(".")[-1] == value.split(".")[-1]][:1]
     hint = f"did you mean {near[0]}? " if near else ""
+    others = _choices_with(value)
+    if others:
+        hint = f"{', '.join(others)} {'have' if len(others) > 1 else 'has'} it; "
     choices = inside or valid
     listed = (
         ", ".join(choices)
@@ -360,6 +386,16 @@ def _unknown(shown: str, value: str, valid: list[str]) -> str:
         else f"one of {len(choices)} keys, shown by --cfg job"
     )
     return f"{shown} is unknown; {hint}valid: {listed}"
+
+
+def _choices_with(key: str) -> list[str]:
+    """The choices of a group that have a key which the chosen one lacks, as `dataset=folder`."""
+    group, _, name = key.partition(".")
+    return [
+        f"{group}={choice}"
+        for choice in sorted(_choices(group))
+        if name in (OmegaConf.load(CONFIGS / group / f"{choice}.yaml") or {})
+    ]
 
 
 def _near(value: str, names: list[str]) -> list[str]:

@@ -24,10 +24,10 @@ from functools import partial
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
-from tqdm import tqdm
 
 from ..errors import ConfigError
 from ..runtime.host import processors
+from ..runtime.progress import Progress
 from .image_set import ImageSet, check_memory, parse_size
 
 TRUNKS = ("trunk_down", "trunk_curled", "trunk_raised")
@@ -322,9 +322,9 @@ def elephants(count: int = 4096, size: int | tuple[int, int] = 64, seed: int = 0
     labels = np.empty(count, dtype=np.int64)
     parts = [range(start, min(start + _PART, count)) for start in range(0, count, _PART)]
     draw = partial(_draw_part, seed, height, width)
-    bar = tqdm(total=count, desc="elephants", unit="img", disable=None, leave=False)
-    with bar, _mapping(len(parts)) as over:
+    progress = Progress(count, unit="img", what="elephants", leave=False)
+    with progress, _mapping(len(parts)) as over:
         for part, (pictures, kinds) in zip(parts, over(draw, parts), strict=True):
             images[part.start : part.stop], labels[part.start : part.stop] = pictures, kinds
-            bar.update(len(part))
+            progress.reach(part.stop)
     return ImageSet(torch.from_numpy(images), torch.from_numpy(labels), TRUNKS, name="elephants")

@@ -21,9 +21,9 @@ from typing import BinaryIO
 import numpy as np
 import torch
 from PIL import Image, ImageColor, ImageOps
-from tqdm import tqdm
 
 from ..errors import ConfigError, is_of_system
+from ..runtime.progress import Progress
 from .image_set import ImageSet, check_memory, parse_size
 
 EXTENSIONS = (
@@ -275,10 +275,11 @@ def read_together(
     with a bar, and a warning of those that cannot."""
     decoders, files, count = (first, *others), first.files, len(first)
     found = zip(*(decoder.read(0, count) for decoder in decoders), strict=True)
-    bar = {"desc": files.path.name, "total": count, "unit": "img", "leave": False}
-    for i, images in enumerate(tqdm(found, disable=None, **bar)):
-        if all(isinstance(image, np.ndarray) for image in images):
-            yield list(images), None if files.labels is None else files.labels[i]
+    with Progress(count, unit="img", what=files.path.name, leave=False) as progress:
+        for i, images in enumerate(found):
+            if all(isinstance(image, np.ndarray) for image in images):
+                yield list(images), None if files.labels is None else files.labels[i]
+            progress.reach(i + 1)
     for decoder in decoders:
         if decoder.skipped:
             log.warning("%s", skipped_note(decoder.files, decoder.skipped))

@@ -34,7 +34,14 @@ from ..formats.weights import load_weights, save_guided, save_unet_cu
 from ..policies.policy import load_policy
 from ..process.schedule import NoiseSchedule
 from ..settings import construct, shown
-from .graph import Graph, export_onnx, export_program, image_graph, policy_graph
+from .graph import (
+    Graph,
+    export_onnx,
+    export_program,
+    image_graph,
+    policy_graph,
+    require_onnx,
+)
 from .tensorrt_engine import build_engine, require_tensorrt
 
 # what guided-diffusion's UNetModel has one value for, by option of `UNet`
@@ -91,7 +98,10 @@ class ExportSettings(TrainedSettings):
         if self.format not in formats:
             raise ConfigError(
                 f"format={self.format} is unknown; choose one of {', '.join(formats)}"
+                + "; checkpoints hold .safetensors" * (self.format == "safetensors")
             )
+        if self.format == "onnx":
+            require_onnx()
         if self.format == "torch_export" and not self.out.endswith(".pt2"):
             raise ConfigError(f"out={self.out}; expected a file that ends in .pt2")
         if self.format == "guided_diffusion" and self.out.endswith(".json"):

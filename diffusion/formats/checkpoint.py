@@ -16,6 +16,7 @@ It is written aside, synced to the disk and renamed, so a directory of this name
 Whatever reads a file holds it against its digest first. Format 1 had no digests.
 """
 
+import functools
 import json
 import os
 import re
@@ -173,11 +174,16 @@ def read_state(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if sums is None:
         if state["format"] != _WITHOUT_SUMS:
             raise ConfigError(f"checkpoint {checkpoint} is incomplete: {SUMS} is missing")
-        warnings.warn(
-            f"{checkpoint} was written without digests ({SUMS}): damage to its numbers is not seen",
-            stacklevel=1,
-        )
+        _note_no_sums(checkpoint)
     return state, config
+
+
+@functools.cache  # said once, though a checkpoint is read several times
+def _note_no_sums(checkpoint: Path) -> None:
+    warnings.warn(
+        f"{checkpoint} was written without digests ({SUMS}): damage to its numbers is not seen",
+        stacklevel=1,
+    )
 
 
 def verify_checkpoint(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:

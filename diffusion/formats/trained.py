@@ -186,9 +186,22 @@ def load_initial(source: str | Path, network: nn.Module) -> None:
     else:
         checkpoint = find_checkpoint(path, _OTHERS)
         weights, settings = read_weights(checkpoint, ema=True), read_state(checkpoint)[1]["model"]
-    _load(network, weights, path)
+    try:
+        _load(network, weights, path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_otherwise(settings, network)}") from error
     if isinstance(network, UNet):
         _check_same_arithmetic(path, settings, network)
+
+
+def _otherwise(settings: dict[str, Any], network: nn.Module) -> str:
+    """The first option in which a network differs from the group `model` of another one."""
+    for option, there in settings.items():
+        here = getattr(network, option, there)
+        here = list(here) if isinstance(here, tuple | list) else here
+        if here != there:
+            return f"; model.{option} is {shown(there)} there, {shown(here)} here"
+    return ""
 
 
 def _check_same_arithmetic(path: Path, settings: dict[str, Any], network: UNet) -> None:

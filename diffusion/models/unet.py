@@ -336,15 +336,17 @@ class UNet(Network):
         if len(self.image_size) != 2 or any(s <= 0 or s % factor for s in self.image_size):
             raise ConfigError(
                 f"image_size={self.image_size} does not suit {len(self.channel_mult)} levels; "
-                f"height and width have to be multiples of {factor}"
+                f"height and width have to be multiples of {factor}; dataset.size sets them"
             )
         if not 0 <= self.dropout < 1:
-            raise ConfigError(f"dropout={self.dropout} is no probability below 1")
+            raise ConfigError(f"dropout={self.dropout}; expected a number from 0 to below 1")
         if not 0 <= self.label_dropout < 1:
-            raise ConfigError(f"label_dropout={self.label_dropout} is no probability below 1")
+            raise ConfigError(
+                f"label_dropout={self.label_dropout}; expected a number from 0 to below 1"
+            )
         if not 0 <= self.condition_dropout < 1:
             raise ConfigError(
-                f"condition_dropout={self.condition_dropout} is no probability below 1"
+                f"condition_dropout={self.condition_dropout}; expected a number from 0 to below 1"
             )
         for name in ("condition_channels", "vector_dim", "context_dim"):
             if getattr(self, name) < 0:

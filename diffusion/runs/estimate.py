@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from ..errors import ConfigError
 from ..factory import MODELS, build_model
 from ..runtime.backend import TORCH_FP32
-from ..training.progress import duration
+from ..runtime.progress import duration
 from ..training.trainer import TrainSettings
 
 _LONG = 3600.0  # seconds of a run of which somebody should think again

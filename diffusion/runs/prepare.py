@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ..data.array import is_array, load_array
 from ..data.images import Decoder, ImageFiles, enlarged_note, list_images, skipped_note
 from ..data.packed import check_output, load_packed
@@ -21,6 +19,7 @@ from ..data.preparing import DecodedImages, EncodedImages, StoredSamples
 from ..data.shards import list_shards
 from ..errors import ConfigError
 from ..runtime.distributed import choose_device
+from ..runtime.progress import Progress
 from ..settings import construct
 
 _MOST_WORKERS = 256
@@ -75,12 +74,9 @@ def prepare(
     begun = unfinished(path)
     with _helpers(workers - 1, str(path), settings):
         try:
-            with tqdm(total=len(source), unit="img", desc=source_path.name, leave=False) as bar:
-
-                def progress(done: int) -> None:
-                    bar.update(done - bar.n)
-
-                remarks = write_parts(path, source, plan, progress)
+            count, what = len(source), source_path.name
+            with Progress(count, unit="img", what=what, leave=False) as progress:
+                remarks = write_parts(path, source, plan, progress.reach)
         except KeyboardInterrupt:
             left = unfinished(path)
             if left is not None:

@@ -120,14 +120,20 @@ def find_runs(path: Path) -> Iterator[Path]:
     if not path.is_dir():
         raise ConfigError(f"runs={path} is no folder")
     runs, jobs, looked_at = set(), set(), 0
-    for place, below, files in os.walk(path):
+    seen = set()  # with links followed, the same folder may have several paths
+    for place, below, files in os.walk(path, followlinks=True):
         folder, looked_at = Path(place), looked_at + 1
+        if folder.resolve() in seen:
+            below.clear()
+            continue
+        seen.add(folder.resolve())
         if looked_at > _MOST_FOLDERS:
             raise ConfigError(
                 f"runs={path} holds more than {_MOST_FOLDERS:,} folders; give the folder of the"
                 " runs, or several"
             )
         below[:] = [name for name in below if not is_of_system(folder / name)]
+        below.sort(key=lambda name: (folder / name).is_symlink())  # a run has its own name
         if "metrics.csv" in files and (folder / "config.yaml").is_file():
             runs.add(folder)
             below[:] = [name for name in below if name not in _OF_A_RUN]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from ..data.action_chunks import PolicySpec
 from ..errors import ConfigError, check_writable
@@ -23,6 +22,7 @@ from ..policies.environments import (
 from ..policies.policy import Policy, load_policy
 from ..policies.rollout import Episode, measure_latency, roll_out
 from ..runtime.precompile import DRAWN, compile_ahead
+from ..runtime.progress import Progress
 from ..settings import construct
 
 
@@ -90,13 +90,10 @@ def rollout(config: dict) -> list[Episode]:
         if settings.latency_calls:
             for timed in timed_policies(policy, settings):
                 print(_latency(timed, observation, settings))
-        # None: shown on a terminal only
-        with tqdm(total=settings.n, unit="episode", dynamic_ncols=True, disable=None) as bar:
+        with Progress(settings.n, unit="episode") as progress:
 
             def report(over: int, steps: int) -> None:
-                bar.set_postfix_str(f"step {steps}", refresh=False)
-                bar.update(over - bar.n)
-                bar.refresh()
+                progress.reach(over, said=f"step {steps}")
 
             episodes = roll_out(
                 policy,

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from tqdm import tqdm
 
 from ..data.autoencoder import autoencoder_digest, missing_autoencoder
 from ..data.values import Latents, Values
@@ -27,6 +26,7 @@ from ..plan.inference import InferenceUNet, sampling_network
 from ..process.objective import Denoiser
 from ..runtime.distributed import Processes, choose_device
 from ..runtime.precompile import DRAWN, compile_ahead
+from ..runtime.progress import Progress
 from ..sampling.chain import TabulatedDenoiser
 from ..sampling.conditioning import beside_condition
 from ..sampling.draw import cut, draw, rehearse
@@ -41,7 +41,6 @@ from .editing import edited_options, load_edit
 _GRID_OF = 100  # images at most in the grid that comes with a folder of images
 _FILES = (".png", ".npz", ".npy")
 _NAMED = 40  # letters of a setting, at most, in the name of a picture
-_LINE_EVERY = 30.0  # seconds, of progress that no terminal shows
 # settings of `load_guide`
 GUIDED = ("guidance", "guidance_interval", "guidance_rescale", "negative", "guide", "guide_ema")
 
@@ -256,19 +255,8 @@ def draw_share(
         tokens = 0 if context is None else context.shape[1] - 1
         _compile_ahead(settings, trained, guide, share, tokens)
         processes.wait()  # for the first of each machine, which compiles
-    hidden = None if processes.is_first else True  # None: shown on a terminal only
-    began = last = time.monotonic()
-    with tqdm(unit="step", dynamic_ncols=True, disable=hidden) as bar:
-
-        def report(done: int, total: int) -> None:
-            nonlocal last
-            bar.total = total
-            bar.update(done - bar.n)
-            now = time.monotonic()
-            if processes.is_first and bar.disable and now - last >= _LINE_EVERY:  # into a log
-                last, left = now, (now - began) / done * (total - done)
-                print(f"step {done}/{total}  ETA {tqdm.format_interval(left)}", flush=True)
-
+    began = time.monotonic()
+    with Progress(unit="step") as progress:
         images = draw(
             trained.model,
             sampler,
@@ -280,7 +268,7 @@ def draw_share(
             guidance=guide.guidance,
             weaker=weaker,
             batch_size=settings.batch_size,
-            progress=report,
+            progress=progress.reach,
             network=network,
             finish=finish or trained.values.finish,
             edit=edit,

@@ -132,6 +132,7 @@ def _train(
     START_UP.reached("device")
     backend = untried_backend(config["backend"], settings.precision, device)
     make_task = _TASKS.get(config["dataset"]["name"], ImageTask)
+    asked = config["model"].get("num_classes")
     if make_task is ImageTask:
         config = config | {"model": ImageTask.settled(config["dataset"], config["model"])}
     make_task.check(config["dataset"], config["model"], process, backend)
@@ -150,6 +151,11 @@ def _train(
     _check_share(settings, processes)
     _check_init(settings, resume_from)
     task: Task = make_task(config["dataset"], config["model"])
+    if asked == "auto" and config["model"]["num_classes"] is None:
+        task.notes.append(
+            "model.num_classes=auto finds no labels, so there are no classes to learn; docs/data.md"
+            " says where labels come from"
+        )
     START_UP.reached("data")
     build = partial(_built, settings, optim, process, task, device, processes, resume_from)
     built = build(backend)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from triton_kernels.registry import rows
 from triton_kernels.registry.chips import chip
@@ -26,6 +25,7 @@ from ..errors import ConfigError, writing
 from ..factory import MODELS
 from ..runtime.distributed import choose_device
 from ..runtime.precompile import TRAINED, compile_ahead
+from ..runtime.progress import Progress
 from ..settings import construct
 from .precompile_worker import training_step
 
@@ -163,11 +163,11 @@ def _measure(
         complete = complete and time.monotonic() < end
         return complete
 
-    with tqdm(total=shapes, unit="shape", dynamic_ncols=True, disable=None) as bar:
+    with Progress(shapes, unit="shape") as progress:
 
         def keep(found: Search) -> None:
             rows.save(found.rows[-1:], path)
-            bar.update()
+            progress.reach(len(found.rows))
 
         with search(wanted=in_time, done=keep) as found:
             try:

@@ -22,7 +22,7 @@ from ..sampling.conditioning import beside_condition, conditions_of
 from ..sampling.draw import draw
 from ..sampling.quality import COLUMNS, Quality
 from ..sampling.sampler import Sampler
-from ..settings import shown
+from ..settings import naming_group, shown
 from ..tracking.pictures import grid, grid_rows, to_uint8
 from ..tracking.run_log import Preview
 from .trainer import TrainSettings
@@ -35,7 +35,8 @@ class ImageTask:
 
     def __init__(self, dataset: dict[str, Any], model: dict[str, Any]) -> None:
         options, self.flip = image_options(dataset)
-        self.data = load_dataset(**options)
+        with naming_group(options, "dataset"):
+            self.data = load_dataset(**options)
         self.samples, self.held_out = split(self.data, held_out_setting(dataset))
         given = self.data.condition
         self.model_settings = with_conditions(
@@ -86,10 +87,10 @@ class ImageTask:
         decoded."""
         options, _ = image_options(dataset)
         held_out_setting(dataset)
-        size = expected_size(**options)
+        with naming_group(options, "dataset"):
+            size, given = expected_size(**options), expected_condition(**options)
         if size is not None:
             channels, meta = options.get("channels") or 3, torch.device("meta")
-            given = expected_condition(**options)
             with meta:
                 model_of = with_conditions(model, condition_channels=given) if given else model
                 build_model(model_of, backend, size, channels, process.learns_variance, meta)

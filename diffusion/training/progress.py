@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.progress import duration
+
 
 class Interval:
     """The steps since the last row of the log. A checkpoint takes `state` along, so that a run that
@@ -63,15 +65,6 @@ def progress_line(row: dict[str, Any], steps: int, noun: str) -> str:
         f"step {row['step']}/{steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}"
         f"  {rate:.{0 if rate >= 10 else 1}f} {noun}/s  ETA {duration(left)}"
     )
-
-
-def duration(seconds: float) -> str:
-    """In the unit that says it in two or three digits."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
 
 
 def is_finite(values: Tensor) -> bool:

@@ -17,11 +17,12 @@ from ..formats.checkpoint import save_checkpoint
 from ..formats.checkpoint_folder import checkpoint_name, latest_checkpoint
 from ..runtime.distributed import Processes
 from ..runtime.interrupt import Interrupted, signals_received
+from ..runtime.progress import duration
 from ..runtime.startup import START_UP
 from ..tracking.run_log import Preview, RunLog
 from ..tracking.tracker import Tracker, check_tracker
 from .held_out_loss import Losses
-from .progress import Interval, duration, is_finite, progress_line
+from .progress import Interval, is_finite, progress_line
 from .train_step import TrainStep
 
 log = logging.getLogger(__name__)

@@ -148,8 +148,9 @@ def without_digests(checkpoint):
 
 def test_old_checkpoints_go_on_with_a_note(trained):
     without_digests(at(trained, 4))
-    with pytest.warns(UserWarning, match="step_00000004 was written without digests"):
+    with pytest.warns(UserWarning, match="step_00000004 was written without digests") as said:
         go_on(trained)
+    assert len(said) == 1
     ckpt.verify_checkpoint(at(trained, 5))
 
 

@@ -194,7 +194,7 @@ def test_onnx(tmp_path, capsys):
 def test_onnx_without_its_packages(run, tmp_path, monkeypatch):
     monkeypatch.setattr("diffusion.export.graph.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="needs onnx, onnxscript, onnxruntime: pip install"):
-        export({"ckpt": str(run), "format": "onnx", "out": str(tmp_path / "a.onnx")})
+        export({"ckpt": "not looked at", "format": "onnx", "out": str(tmp_path / "a.onnx")})
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
@@ -202,6 +202,7 @@ def test_onnx_without_its_packages(run, tmp_path, monkeypatch):
     ("options", "words"),
     [
         ({"format": "onx"}, "format=onx is unknown; choose one of diffusers, guided_diffusion"),
+        ({"format": "safetensors"}, "torch_export; checkpoints hold .safetensors"),
         ({"format": "unet_cu", "engine": "a.plan"}, "engine=a.plan is built from format=onnx"),
         ({"format": "onnx", "engine": "a.plan"}, "an engine needs"),
         ({"format": "torch_export"}, "out=out; expected a file that ends in .pt2"),

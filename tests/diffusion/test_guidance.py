@@ -95,7 +95,7 @@ def test_without_label_dropout_nothing_changes(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"label_dropout": 1.0}, "label_dropout=1.0 is no probability below 1"),
+        ({"label_dropout": 1.0}, "label_dropout=1.0; expected a number from 0 to below 1"),
         ({"label_dropout": -0.1}, "label_dropout=-0.1"),
         ({"label_dropout": 0.1, "num_classes": None}, "label_dropout=0.1 needs classes"),
     ],

@@ -138,6 +138,15 @@ def test_one_run_and_runs_in_several_folders(sweep, tmp_path):
     assert rows[0]["step"] == "40"
 
 
+def test_runs_that_are_links_stand_in_it_once(tmp_path):
+    a_run(tmp_path / "disk" / "a", 1.0)
+    a_run(tmp_path / "runs" / "b", 1.0)
+    (tmp_path / "runs" / "a").symlink_to(tmp_path / "disk" / "a")
+    (tmp_path / "runs" / "again").symlink_to(tmp_path / "runs")
+    (tmp_path / "runs" / "aa_newest").symlink_to("b")
+    assert [row["run"] for row in report({"runs": str(tmp_path / "runs")})] == ["a", "b"]
+
+
 def test_a_folder_of_everything_is_refused_and_a_run_is_not_searched(tmp_path, monkeypatch):
     """As `runs=/`, which would be read for as long as there are folders."""
     monkeypatch.setattr(report_module, "_MOST_FOLDERS", 4)

@@ -1,6 +1,7 @@
 """Sampling from weights files and damaged checkpoints; what is refused."""
 
 import errno
+import re
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from diffusion.formats.weights import save_unet_cu
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.runs import sampling as sampling_run
 from diffusion.runs.sampling import sample
+from diffusion.runtime import progress
 from diffusion.runtime.backend import TORCH_FP32
 from triton_diffusion.entry import CONFIGS
 
@@ -184,11 +186,11 @@ def test_a_folder_whose_name_has_a_dot(checkpoint, tmp_path):
 def test_progress_without_a_terminal(checkpoint, monkeypatch, capsys):
     draw(checkpoint, steps=3, n=4, batch_size=2)
     assert "\nstep" not in capsys.readouterr().out  # of seconds nobody has to be told
-    monkeypatch.setattr(sampling_run, "_LINE_EVERY", 0.0)
+    monkeypatch.setattr(progress, "_LINE_EVERY", 0.0)
     draw(checkpoint, steps=3, n=4, batch_size=2)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
-    assert [line.split()[1] for line in lines] == [f"{done}/6" for done in range(1, 7)]
-    assert lines[-1] == "step 6/6  ETA 00:00"
+    assert [line.split(",")[0] for line in lines] == [f"step: {k} of 6" for k in range(1, 7)]
+    assert re.fullmatch(r"step: 6 of 6, \S+ step/s, about 0 s left", lines[-1])
 
 
 def test_a_folder_of_images_of_many_channels(tmp_path):

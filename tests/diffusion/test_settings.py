@@ -73,6 +73,18 @@ def test_refused(key, value, words):
     assert str(caught.value).startswith(words)
 
 
+def test_what_a_constructor_refuses_is_named_as_in_the_configuration():
+    def refuses(rate: float, given: int = 0) -> None:
+        raise ConfigError(f"rate={rate}; expected at most 1" if given == 0 else "given=1 is wrong")
+
+    with pytest.raises(ConfigError, match="^group.rate=2; expected at most 1$"):
+        construct(refuses, {"rate": 2}, "group")
+    with pytest.raises(ConfigError, match="^rate=2; expected"):
+        construct(refuses, {"rate": 2}, "")
+    with pytest.raises(ConfigError, match="^given=1 is wrong"):  # which is no setting
+        construct(refuses, {"rate": 2}, "group", given=1)
+
+
 def test_what_is_given_is_no_setting():
     assert construct(make, {}, "group", given=5)["given"] == 5
     with pytest.raises(ConfigError, match="given is unknown"):
