@@ -70,30 +70,31 @@ def _load_samples(
 
 @gluon.jit
 def _positions(
-    x_bufs, chunk, second: gl.constexpr, P: gl.constexpr, WIDTH: gl.constexpr, ROW: gl.constexpr
+    x_bufs, first, place: gl.constexpr, STEP: gl.constexpr, P: gl.constexpr, WIDTH: gl.constexpr
 ):
-    """P rows from chunk `chunk` + second on, as the right operand of a product."""
+    """P rows from chunk `first` + place on, as the right operand of a product. STEP divides
+    `first`."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, x_bufs.dtype.primitive_bitwidth)
-    return view_from(x_bufs, chunk, [P, WIDTH], MATRIX, second, ROW).permute((1, 0))
+    return view_from(x_bufs, first, [P, WIDTH], MATRIX, place, STEP).permute((1, 0))
 
 
 @gluon.jit
 def _multiply_tap(
-    acc, w_bufs, x_bufs, tile, chunk, second: gl.constexpr,
-    P: gl.constexpr, WIDTH: gl.constexpr, ROW: gl.constexpr, SPLIT: gl.constexpr,
+    acc, w_bufs, x_bufs, tile, first, place: gl.constexpr, second: gl.constexpr,
+    STEP: gl.constexpr, P: gl.constexpr, WIDTH: gl.constexpr, SPLIT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The product of a filter [64, WIDTH] with P positions from a chunk on, which is a multiple of
-    ROW, not waited for. SPLIT: of float32, as three of TF32, where smaller halves of the positions
-    are `second` chunks on."""
+    """The product of a filter [64, WIDTH] with P positions from chunk `first` + place on, not
+    waited for. STEP divides `first`. SPLIT: of float32, as three of TF32, where smaller halves of
+    the positions are `second` chunks on."""
     w = w_bufs.index(tile)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, w.dtype.primitive_bitwidth)
     w = reinterpret(w, w.dtype, [64, WIDTH], MATRIX)
-    x = _positions(x_bufs, chunk, 0, P, WIDTH, ROW)
+    x = _positions(x_bufs, first, place, STEP, P, WIDTH)
     if SPLIT:
         big, small = split_to_tf32(w.load(gl.DotOperandLayout(0, LAYOUT, 1)))
         acc = warpgroup_mma(small, x, acc, is_async=True)
-        small_x = _positions(x_bufs, chunk, second, P, WIDTH, ROW)
+        small_x = _positions(x_bufs, first, place + second, STEP, P, WIDTH)
         acc = warpgroup_mma(big, small_x, acc, is_async=True)
         acc = warpgroup_mma(big, x, acc, is_async=True)
         return warpgroup_mma_wait(3, deps=(acc,))  # the tap before is done with its registers
@@ -148,9 +149,10 @@ def conv1d_whole_kernel(
     PARTS: gl.constexpr = 2 if SPLIT else 1
     ROW: gl.constexpr = SAMPLES // 8  # chunks of a time
     SECOND: gl.constexpr = TIMES * ROW
+    SLOT: gl.constexpr = PARTS * SECOND
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, P, 256 // BITS])
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, BITS)
-    x_bufs = allocate_for_views(dtype, [SLOTS * PARTS * SECOND, 8, WIDTH], MATRIX)
+    x_bufs = allocate_for_views(dtype, [SLOTS * SLOT, 8, WIDTH], MATRIX)
     w_bufs = gl.allocate_shared_memory(dtype, [SLOTS * TILES, 1, 64, WIDTH], w_desc.layout)
     x_full = new_barriers(SLOTS)
     w_full = new_barriers(SLOTS)
@@ -183,20 +185,22 @@ def conv1d_whole_kernel(
         slot = b % SLOTS
         mbarrier.wait(w_full.index(slot), b // SLOTS & 1)
         mbarrier.wait(x_full.index(slot), b // SLOTS & 1)
-        chunk = slot * (PARTS * SECOND)
         for i in gl.static_range(TAPS):
-            if TRANSPOSED:  # x[t] and x[t - 1], or x[t] and x[t + 1]
-                row = BEFORE + i * (2 * odd - 1)
+            if TRANSPOSED and i == 1:  # x[t - 1], or x[t + 1]
+                acc = _multiply_tap(
+                    acc, w_bufs, x_bufs, slot * TILES + i, slot * SLOT + 2 * odd * ROW,
+                    (BEFORE - 1) * ROW, SECOND, ROW, P, WIDTH, SPLIT, LAYOUT,
+                )  # fmt: skip
             else:
-                row = _row(i, TIMES, STRIDE)
-            acc = _multiply_tap(
-                acc, w_bufs, x_bufs, slot * TILES + i, chunk + row * ROW, SECOND,
-                P, WIDTH, ROW, SPLIT, LAYOUT,
-            )  # fmt: skip
+                acc = _multiply_tap(
+                    acc, w_bufs, x_bufs, slot * TILES + i, slot * SLOT,
+                    (BEFORE if TRANSPOSED else _row(i, TIMES, STRIDE)) * ROW, SECOND,
+                    SLOT, P, WIDTH, SPLIT, LAYOUT,
+                )  # fmt: skip
         if side_ptr is not None:
             side = _multiply_tap(
-                side, w_bufs, x_bufs, slot * TILES + TAPS, chunk + BEFORE * ROW, SECOND,
-                P, WIDTH, ROW, SPLIT, LAYOUT,
+                side, w_bufs, x_bufs, slot * TILES + TAPS, slot * SLOT,
+                BEFORE * ROW, SECOND, SLOT, P, WIDTH, SPLIT, LAYOUT,
             )  # fmt: skip
             side = warpgroup_mma_wait(0, deps=(side,))
         acc = warpgroup_mma_wait(0, deps=(acc,))
