@@ -314,7 +314,10 @@ def test_what_cannot_be_begun_with(tmp_path):
     for overrides, words in (
         ((f"train.init={tmp_path}/no",), "no does not exist"),
         ((init, f"train.resume={tmp_path / 'a'}", "train.steps=2"), "both set the initial state"),
-        ((init, "model.channel_mult=[1,1]"), r"model.channel_mult is \[1, 2\] there, \[1, 1\] here"),
+        (
+            (init, "model.channel_mult=[1,1]"),
+            r"model.channel_mult is \[1, 2\] there, \[1, 1\] here",
+        ),
         # parameters of the same shapes, which would compute something else
         ((init, "model.num_groups=4"), "trained with num_groups=8; the model has 4"),
         ((init, "model.max_period=1000"), "trained with max_period=10000; the model has 1000"),

@@ -3,6 +3,7 @@ which say how far a result may be off."""
 
 import math
 
+import pytest
 import torch
 
 from triton_kernels import reference
@@ -22,6 +23,27 @@ PRECISIONS = {
 
 RUNS_ON_GPU = 3  # a race shows in one run out of several
 
+# types and packings of q, k and v; kernels compile anew for each
+KINDS = {"bf16": (torch.bfloat16, "qkv_heads"), "fp16 legacy": (torch.float16, "heads_qkv")}
+OTHER_KINDS = {"fp16": (torch.float16, "qkv_heads"), "bf16 legacy": (torch.bfloat16, "heads_qkv")}
+
+
+@pytest.fixture(autouse=True)
+def poison_attention(monkeypatch):
+    """Outputs start as NaN, so an element that is not written shows."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
+
+
+class Launched:
+    """Stands for a kernel, and says with what it was launched."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.calls.append((grid, options))
+
 
 def make(n, t, heads, d, dtype, device):
     """qkv and do; scores have a standard deviation of about 2, so that the softmax is not flat."""
@@ -29,6 +51,14 @@ def make(n, t, heads, d, dtype, device):
     qkv = math.sqrt(2) * torch.randn(n, t, 3 * heads * d, generator=generator)
     do = torch.randn(n, t, heads * d, generator=generator)
     return qkv.to(device, dtype), do.to(device, dtype)
+
+
+def make_extreme(d, sign, device):
+    """Of one head, with scores past the range of float16 that differ a little from key to key."""
+    qkv, do = make(1, 300, 1, d, torch.float16, device)
+    qkv[..., :d] = 200
+    qkv[..., d : 2 * d] = sign * 250 + qkv[..., d : 2 * d]
+    return qkv, do
 
 
 def run(op, qkv, do, heads, **options):

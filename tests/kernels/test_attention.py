@@ -25,6 +25,7 @@ from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import describe
 
 from .attention_cases import (
+    KINDS,
     PRECISIONS,
     RUNS_ON_GPU,
     assert_close,
@@ -32,17 +33,10 @@ from .attention_cases import (
     check_rows,
     expected_and_budgets,
     make,
+    poison_attention,  # noqa: F401
     run,
 )
 from .distinct import distinct
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Outputs start as NaN, so an element that is not written shows."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
-
 
 SHAPES = {  # n, t, heads, d
     "one_position": (2, 1, 2, 16),
@@ -303,8 +297,6 @@ HEAD_SHAPES = {
     "ragged_and_wide": (5, 200, 3, 64),
 }
 
-HEAD_KINDS = {"bf16": (torch.bfloat16, "qkv_heads"), "fp16 legacy": (torch.float16, "heads_qkv")}
-
 
 def skip_unless_head_fits(qkv, d, backward):
     spec = AttentionSpec(1, dtype_name(qkv.dtype), qkv.shape[1], d, backward)
@@ -313,7 +305,7 @@ def skip_unless_head_fits(qkv, d, backward):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, order", HEAD_KINDS.values(), ids=HEAD_KINDS)
+@pytest.mark.parametrize("dtype, order", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("config", FWD_HEAD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", HEAD_SHAPES.values(), ids=HEAD_SHAPES)
 def test_gpu_fwd_head_config(config, shape, order, dtype, device):
@@ -328,7 +320,7 @@ def test_gpu_fwd_head_config(config, shape, order, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype, order", HEAD_KINDS.values(), ids=HEAD_KINDS)
+@pytest.mark.parametrize("dtype, order", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("config", BWD_HEAD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", HEAD_SHAPES.values(), ids=HEAD_SHAPES)
 def test_gpu_bwd_head_config(config, shape, order, dtype, device):

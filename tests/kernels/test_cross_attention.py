@@ -30,16 +30,9 @@ from .attention_cases import (
     assert_close,
     errors,
     in_two_passes,
+    poison_attention,  # noqa: F401
 )
 from .distinct import distinct
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Outputs start as NaN, so an element that is not written shows."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
-
 
 MASKS = {
     "all": lambda n, keys: None,
@@ -190,17 +183,22 @@ def test_fwd_config(config, shape, device):
     assert_close("o", cross_attention_fwd(q, kv, mask, shape[3], False, config)[0], exact, budget)
 
 
+def check_bwd_config(config, shape, dtype, device):
+    if config.one_pass and config.keep < shape[2]:
+        pytest.skip("one pass needs all keys in a tile")
+    q, kv, do, mask = make(*shape, dtype, device)
+    (_, *exact), (_, *budgets) = expected_and_budgets(q, kv, do, shape[3], mask)
+    made = cross_attention_fwd(q, kv, mask, shape[3], False)
+    for _ in range(RUNS_ON_GPU if q.is_cuda else 1):
+        grads = cross_attention_bwd(do, q, kv, mask, *made, shape[3], False, config)
+        for name, *case in zip(("dq", "dkv"), grads, exact, budgets, strict=True):
+            assert_close(name, *case)
+
+
 @pytest.mark.parametrize("config", distinct(BWD_CONFIGS), ids=str)
 @pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
 def test_bwd_config(config, shape, device):
-    if config.one_pass and config.keep < shape[2]:
-        pytest.skip("one pass needs all keys in a tile")
-    q, kv, do, mask = make(*shape, torch.float16, device)
-    (_, *exact), (_, *budgets) = expected_and_budgets(q, kv, do, shape[3], mask)
-    made = cross_attention_fwd(q, kv, mask, shape[3], False)
-    grads = cross_attention_bwd(do, q, kv, mask, *made, shape[3], False, config)
-    for name, *case in zip(("dq", "dkv"), grads, exact, budgets, strict=True):
-        assert_close(name, *case)
+    check_bwd_config(config, shape, torch.float16, device)
 
 
 def test_every_choice_is_in_a_tested_list():
@@ -334,12 +332,4 @@ def test_gpu_fwd_config(config, shape, device):
 @pytest.mark.parametrize("config", BWD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", GPU_CONFIG_SHAPES.values(), ids=GPU_CONFIG_SHAPES)
 def test_gpu_bwd_config(config, shape, device):
-    if config.one_pass and config.keep < shape[2]:
-        pytest.skip("one pass needs all keys in a tile")
-    q, kv, do, mask = make(*shape, torch.bfloat16, device)
-    (_, *exact), (_, *budgets) = expected_and_budgets(q, kv, do, shape[3], mask)
-    made = cross_attention_fwd(q, kv, mask, shape[3], False)
-    for _ in range(RUNS_ON_GPU):
-        grads = cross_attention_bwd(do, q, kv, mask, *made, shape[3], False, config)
-        for name, *case in zip(("dq", "dkv"), grads, exact, budgets, strict=True):
-            assert_close(name, *case)
+    check_bwd_config(config, shape, torch.bfloat16, device)

@@ -28,14 +28,18 @@ from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import describe, standing_for
 
 from .attention_cases import (
+    KINDS,
+    OTHER_KINDS,
     RUNS_ON_GPU,
+    Launched,
     assert_close,
     check_rows,
     expected_and_budgets,
     make,
+    make_extreme,
+    poison_attention,  # noqa: F401
     run,
 )
-from .test_streamed_attention import Launched
 
 H200 = CHIPS["h200"].gpu
 
@@ -152,15 +156,6 @@ CONFIGS = [
     for config in relayed_tiles(AttentionSpec(1, "bf16", 1024, d, grad=True), H200)
 ]
 POSITIONS = (129, 192, 256, 300, 1000, 1024)  # most have a ragged last block
-KINDS = {"bf16": (torch.bfloat16, "qkv_heads"), "fp16 legacy": (torch.float16, "heads_qkv")}
-OTHER_KINDS = {"fp16": (torch.float16, "qkv_heads"), "bf16 legacy": (torch.bfloat16, "heads_qkv")}
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Outputs start as NaN, so an element that is not written shows."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
 
 
 def test_every_configuration_is_tested():
@@ -177,14 +172,19 @@ def check_config(config, shape, dtype, order, device):
     """The gradient of several runs, whose bits are the same, and rows that add up to it."""
     qkv, do = make(*shape, dtype, device)
     skip_unless_possible(qkv, shape[3])
-    (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2], order=order)
-    arguments = shape[2], order, False
+    check_runs(config, qkv, do, shape[2], order, RUNS_ON_GPU)
+    check_rows(do, qkv, (shape[2], order, False), config)
+
+
+def check_runs(config, qkv, do, heads, order, runs):
+    """The gradient of the first, and that all have its bits."""
+    (_, exact), (_, budget) = expected_and_budgets(qkv, do, heads, order=order)
+    arguments = heads, order, False
     o, lse = attention_fwd(qkv, *arguments, FWD_CONFIGS[0])
     first = attention_bwd(do, qkv, o, lse, *arguments, config)
     assert_close("dqkv", first, exact, budget)
-    for _ in range(RUNS_ON_GPU - 1):
+    for _ in range(runs - 1):
         assert torch.equal(attention_bwd(do, qkv, o, lse, *arguments, config), first)
-    check_rows(do, qkv, arguments, config)
 
 
 @pytest.mark.gpu
@@ -206,17 +206,11 @@ def test_gpu_config_of_other_kinds(config, d, dtype, order, device):
 @pytest.mark.parametrize("t", [1000, 4096])
 @pytest.mark.parametrize("config, d", CONFIGS)
 def test_gpu_many_programs(config, d, t, device):
-    """More than fit the GPU at a time; 20 runs, whose bits are the same."""
+    """More than fit the GPU at a time, often."""
     n, heads = (12, 5) if t == 1000 else (3, 3)
     qkv, do = make(n, t, heads, d, torch.bfloat16, device)
     skip_unless_possible(qkv, d)
-    (_, exact), (_, budget) = expected_and_budgets(qkv, do, heads)
-    arguments = heads, "qkv_heads", False
-    o, lse = attention_fwd(qkv, *arguments, FWD_CONFIGS[0])
-    first = attention_bwd(do, qkv, o, lse, *arguments, config)
-    assert_close("dqkv", first, exact, budget)
-    for _ in range(20):
-        assert torch.equal(attention_bwd(do, qkv, o, lse, *arguments, config), first)
+    check_runs(config, qkv, do, heads, "qkv_heads", 21)
 
 
 @pytest.mark.gpu
@@ -224,10 +218,8 @@ def test_gpu_many_programs(config, d, t, device):
 @pytest.mark.parametrize("sign", [1, -1], ids=["large", "very_negative"])
 def test_gpu_extreme_scores(config, d, sign, device):
     """Past the range of float16, as in `test_extreme_scores_stay_finite`."""
-    qkv, do = make(1, 300, 1, d, torch.float16, device)
+    qkv, do = make_extreme(d, sign, device)
     skip_unless_possible(qkv, d)
-    qkv[..., :d] = 200
-    qkv[..., d : 2 * d] = sign * 250 + qkv[..., d : 2 * d]
     o, lse = attention_fwd(qkv, 1, "qkv_heads", False, FWD_CONFIGS[0])
     exact, _ = run(reference.attention, qkv.double(), do.double(), 1)
     torch.testing.assert_close(o.double(), exact, rtol=2e-3, atol=2e-3)

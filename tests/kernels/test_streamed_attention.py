@@ -29,11 +29,16 @@ from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import describe, standing_for
 
 from .attention_cases import (
+    KINDS,
+    OTHER_KINDS,
     RUNS_ON_GPU,
+    Launched,
     assert_close,
     expected_and_budgets,
     heads_of,
     make,
+    make_extreme,
+    poison_attention,  # noqa: F401
     run,
 )
 
@@ -85,16 +90,6 @@ def test_heads_of_128_have_no_registers_beside_another_program():
     assert STREAMED.refuse(spec, H200) is None
 
 
-class Launched:
-    """Stands for a kernel, and says with what it was launched."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __getitem__(self, grid):
-        return lambda *args, **options: self.calls.append((grid, options))
-
-
 @pytest.mark.parametrize(
     "name, heads, d, grid, warps, registers",
     [("kept", 12, 64, 16 * 12 * 8, 8, 128), ("streamed", 6, 128, 16 * 6 * 8, 4, 168)],
@@ -124,15 +119,6 @@ CONFIGS = [
     for d in dims
 ]
 POSITIONS = (1, 17, 64, 100, 256, 1000, 1024)  # at 1000 the last block is ragged
-KINDS = {"bf16": (torch.bfloat16, "qkv_heads"), "fp16 legacy": (torch.float16, "heads_qkv")}
-OTHER_KINDS = {"fp16": (torch.float16, "qkv_heads"), "bf16 legacy": (torch.bfloat16, "heads_qkv")}
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Outputs start as NaN, so an element that is not written shows."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *a, **kw: empty(*a, **kw).fill_(float("nan")))
 
 
 def skip_unless_possible(config, qkv, d):
@@ -201,10 +187,8 @@ def test_gpu_gradient_from_its_logarithms(config, d, t, device):
 @pytest.mark.parametrize("sign", [1, -1], ids=["large", "very_negative"])
 def test_gpu_extreme_scores(config, d, sign, device):
     """Past the range of float16, as in `test_extreme_scores_stay_finite`: keys differ a little."""
-    qkv, do = make(1, 300, 1, d, torch.float16, device)
+    qkv, do = make_extreme(d, sign, device)
     skip_unless_possible(config, qkv, d)
-    qkv[..., :d] = 200
-    qkv[..., d : 2 * d] = sign * 250 + qkv[..., d : 2 * d]
     o, lse = attention_fwd(qkv, 1, "qkv_heads", False, config)
     exact, _ = run(reference.attention, qkv.double(), do.double(), 1)
     torch.testing.assert_close(o.double(), exact, rtol=2e-3, atol=2e-3)
