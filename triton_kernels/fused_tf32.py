@@ -4,9 +4,10 @@ A tensor core truncates the 13 bits of a float32 number that TF32 lacks: every p
 small, and errors of one sign add up. Operands of products are therefore rounded to nearest once,
 where they are written. This module alone decides which results are rounded. The residual stream has
 other readers and stays float32: 1x1 skips and weight gradients round it in registers. In attention
-that would take more registers than sm_80 has, so q, k, v and the gradient of o are rounded in a
-separate pass. The optimizer rounds parameters (`FlatParameters.low`). The three products of the
-embedding, a thousandth of all, read unrounded operands.
+that would take more registers than sm_80 has. q, k and v that nothing else reads are rounded by the
+convolution that makes them, where the plan says so (`diffusion.plan.rounding`); others, and the
+gradient of o, in a separate pass. The optimizer rounds parameters (`FlatParameters.low`). The three
+products of the embedding, a thousandth of all, read unrounded operands.
 """
 
 from collections.abc import Callable
@@ -51,11 +52,14 @@ def in_tf32(kernels: ModuleType) -> SimpleNamespace:
     def conv_down_input_grad(*args, **options) -> Tensor:
         return rounded(kernels.conv_down_input_grad(*args, **options))
 
-    def attention_forward(qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
-        return kernels.attention_forward(rounded(qkv), *args)
+    def attention_forward(qkv: Tensor, *args, is_rounded: bool = False) -> tuple[Tensor, Tensor]:
+        return kernels.attention_forward(qkv if is_rounded else rounded(qkv), *args)
 
-    def attention_backward(do: Tensor, qkv: Tensor, *args) -> tuple[Tensor, Tensor]:
-        return kernels.attention_backward(rounded(do), rounded(qkv), *args)
+    def attention_backward(
+        do: Tensor, qkv: Tensor, *args, is_rounded: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        qkv = qkv if is_rounded else rounded(qkv)
+        return kernels.attention_backward(rounded(do), qkv, *args)
 
     def cross_attention_forward(q: Tensor, kv: Tensor, *args) -> tuple[Tensor, Tensor]:
         return kernels.cross_attention_forward(rounded(q), rounded(kv), *args)
@@ -67,7 +71,8 @@ def in_tf32(kernels: ModuleType) -> SimpleNamespace:
         *(conv_down, conv_down_input_grad, attention_forward, attention_backward),
         *(cross_attention_forward, cross_attention_backward),
     )
-    return SimpleNamespace(**named | {wrapper.__name__: wrapper for wrapper in wrapped})
+    named |= {wrapper.__name__: wrapper for wrapper in wrapped}
+    return SimpleNamespace(**named, ROUNDS_OPERANDS=True)
 
 
 def _rounding(kernel: Callable) -> Callable:

@@ -34,6 +34,7 @@ from .fuse.rows import fuse, prepare
 from .graph import Graph, Value
 from .join.rules import join
 from .norms import split_norms
+from .rounding import round_where_made
 from .schedule import schedule
 from .step.network import TrainingUNet, step_kernels
 from .trace import trace
@@ -251,6 +252,7 @@ def sampling_plan(
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     tf32 = model.backend.allow_tf32 or model.backend.dtype != torch.float32
     join(graph, parameters, kernels, gpu, tf32=tf32)
+    round_where_made(graph, kernels)
     graph.inputs.append(_zeros(graph))
     graph.check()
     for node in graph.nodes:

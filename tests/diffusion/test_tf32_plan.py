@@ -98,12 +98,12 @@ def planned(seen: See) -> SimpleNamespace:
         dx1, dx2, rows = skip(*args, **options)
         return rounded(dx1), None if dx2 is None else rounded(dx2), rows
 
-    def attention_forward(*args):
-        o, state = forward(*args)
+    def attention_forward(*args, **options):
+        o, state = forward(*args, **options)
         return rounded(o), state
 
-    def attention_backward(*args):
-        d_qkv, rows = backward(*args)
+    def attention_backward(*args, **options):
+        d_qkv, rows = backward(*args, **options)
         return rounded(d_qkv), rows
 
     k.skip_backward, k.attention_forward = skip_backward, attention_forward

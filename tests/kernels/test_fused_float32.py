@@ -12,6 +12,7 @@ from triton_kernels.conv import fused as conv_fused
 from triton_kernels.fused_float32 import PRODUCTS, in_float32
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
+from triton_kernels.tf32 import rounded_to_tf32
 
 from ..tensor_cores import tensor_cores_cut_off  # noqa: F401  a fixture
 from .conv_fused_cases import (
@@ -99,6 +100,16 @@ def check_extra(shape: Shape, count: int, c1: int, c2: int, device, config=None)
 )
 def test_extra_pointwise_convolutions(count, c1, c2, device):
     check_extra(SMALL["3x3"], count, c1, c2, device)
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(2, 5, 7, 24, 40, kernel=1), Shape(2, 4, 4, 19, 33)], ids=str
+)
+def test_a_result_that_products_in_tf32_read_is_rounded(shape, device):
+    x, weight, bias, *_ = forward_case(shape, torch.float32, device)
+    y, _ = KERNELS.conv_forward(x, weight, bias)
+    assert torch.equal(KERNELS.conv_forward(x, weight, bias, tf32=True)[0], rounded_to_tf32(y))
+    assert not torch.equal(y, rounded_to_tf32(y))
 
 
 def test_a_result_that_is_padded(device):

@@ -145,13 +145,15 @@ def conv_forward(
     stats: bool = False,  # whether to return partials
     width: int | None = None,  # channels of y, up to the next multiple of 16; None: CO
     allow_tf32: bool = True,  # here and below: of float32
+    tf32: bool = False,
     config: tuple | None = None,  # of a kernel of `FORWARD`
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
     """conv(x) + bias + emb + residual, and its partials: of each tile of H W / K pixels, the sum of
     y and that of (y - mean of the tile)^2, with y as it was rounded. Beyond CO, y has zeros.
 
     `extra` adds 1x1 convolutions of other tensors in the same accumulator. Their filters are rows
-    any multiple of 16 bytes apart: columns of the filter of a concatenation.
+    any multiple of 16 bytes apart: columns of the filter of a concatenation. With `tf32` y of
+    float32 is rounded to TF32: products in that read it.
     """
     extra = extra or ()
     n, h, w, ci = x.shape
@@ -165,7 +167,7 @@ def conv_forward(
     y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
     if config is None:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        terms |= {"width": width, "allow_tf32": allow_tf32}
+        terms |= {"width": width, "allow_tf32": allow_tf32, "tf32": tf32}
         added = {"emb": emb is not None, "residual": residual is not None, "stats": stats}
         added["allow_tf32"] = allow_tf32
         spec = forward_spec(x, weight, width, extra=[other for other, _ in extra], **added)
@@ -178,7 +180,7 @@ def conv_forward(
     if n:
         beside = () if residual is None else (residual,)
         given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)
-        given = given._replace(precision=precision_of(x.dtype, allow_tf32))
+        given = given._replace(precision=precision_of(x.dtype, allow_tf32), tf32=tf32)
         FORWARD.kernel_of(config).launch(config, given)
     return y, partials
 

@@ -9,7 +9,7 @@ from triton_kernels.conv.upsampled import UpsampledFilters
 
 from ..graph import many
 from .norms import film
-from .table import Inputs, bias_of, extra, filters, launches
+from .table import Inputs, bias_of, extra, filters, launches, rounding
 
 
 def _terms(given: Inputs) -> dict:
@@ -35,9 +35,9 @@ def _rows(given: Inputs) -> Tensor:  # [CO, CI]
 @launches("conv_few")
 def _conv_few(run, node, given):
     terms = {key: value for key, value in _terms(given).items() if value is not None}
-    options = {"width": node.attrs["width"]} if "width" in node.attrs else {}
-    stats = "partials" in node.outputs
-    y, partials = run.kernels.conv_few(*_conv(given), **terms, stats=stats, **options)
+    terms |= {"width": node.attrs["width"]} if "width" in node.attrs else {}
+    terms |= {"stats": "partials" in node.outputs} | rounding(node)
+    y, partials = run.kernels.conv_few(*_conv(given), **terms)
     return {next(iter(node.outputs)): y.view(node.out.shape), "partials": partials}
 
 

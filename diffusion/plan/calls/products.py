@@ -16,6 +16,7 @@ from .table import (
     filters,
     launches,
     mask_of,
+    rounding,
 )
 
 # --- convolutions and linear layers ---------------------------------------------------------------
@@ -63,7 +64,7 @@ def _conv(run, node, given):
 def _linear(run, node, given):
     x, weight = given["x"], given["weight"]
     if x.ndim == 4 and node.tf32:
-        return run.kernels.conv_forward(x, filters(weight), bias_of(given))[0]
+        return run.kernels.conv_forward(x, filters(weight), bias_of(given), **rounding(node))[0]
     y = _conv2d(run, _rows(x), as_filters(weight), given.get("bias"), tf32=node.tf32)
     return y.view(node.out.shape)
 
@@ -183,7 +184,8 @@ def _attention(run, node, given):
     if not has_usual_scale(node):
         o, state = _attend(given, **node.attrs), None
     elif _is_of_itself(given):
-        o, state = k.attention_forward(_packed(given), heads, node.attrs.get("order", "qkv_heads"))
+        order = node.attrs.get("order", "qkv_heads")
+        o, state = k.attention_forward(_packed(given), heads, order, **rounding(node))
     else:
         o, state = k.cross_attention_forward(*_apart(given), given.get("mask"), heads)
     made = {"y": o.view(node.out.shape), "state": state}
@@ -207,8 +209,9 @@ def _attention_grad(run, node, given):
         return _shaped(given, {"q": dq} | dict(zip("kv", dkv.chunk(2, -1), strict=True)))
     qkv, order = _packed(given), node.attrs.get("order", "qkv_heads")
     dy, o = (given[role].reshape(*qkv.shape[:-1], -1) for role in ("dy", "o"))
-    sums = run.rows_of(node)
-    dqkv, rows = k.attention_backward(dy, qkv, o, given["state"], heads, order, sums)
+    tensors = dy, qkv, o, given["state"]
+    sums, options = run.rows_of(node), rounding(node)
+    dqkv, rows = k.attention_backward(*tensors, heads, order, sums, **options)
     if "qkv" in given:
         return _shaped(given, {"qkv": dqkv}) | {"rows": rows}
     return _shaped(given, dict(zip("qkv", dqkv.chunk(3, -1), strict=True)))

@@ -173,6 +173,13 @@ def extra(given: Inputs) -> tuple[tuple[Tensor, Tensor], ...]:
     return tuple(zip(many(given, "extra"), many(given, "columns"), strict=True))
 
 
+def rounding(node: Node) -> dict[str, bool]:
+    """What kernels in TF32 are told of q, k and v that are rounded where they are made: whether
+    this node is to round its result, or what it reads is rounded (`plan.rounding`)."""
+    options = {"rounds": "tf32", "is_rounded": "is_rounded"}
+    return {option: True for attr, option in options.items() if node.attrs.get(attr)}
+
+
 def mask_of(node: Node, given: Inputs) -> Mask | None:
     """What the fused kernels drop by, or None."""
     if "rng" not in given:

@@ -24,6 +24,7 @@ from ..graph import Graph, Node, Value
 from ..norms import split_norms
 from ..order import InStep
 from ..places import EMB, Place, place
+from ..rounding import round_where_made
 from ..schedule import Schedule, schedule
 from ..trace import trace
 from .memory import keep_less, write_over
@@ -110,6 +111,7 @@ def step_plan(
     graph.outputs = [*result, *placed]
     keep_less(graph, forward, recompute)
     graph.prune()
+    round_where_made(graph, kernels)
     low = _low_parameters(graph, forward)
     names = {value: name for name, value in graph.parameters.items()} | low
     kept = {*placed, *result, *names, *graph.constants, *graph.inputs}

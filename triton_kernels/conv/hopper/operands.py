@@ -81,6 +81,7 @@ class Operands(NamedTuple):
     means: Means | None = None  # of y, beside its partials
     mask: Mask | None = None  # of dropout, behind the activation
     precision: str = "tf32"  # of products of float32: "ieee" | "tf32"
+    tf32: bool = False  # whether y of float32 is rounded to TF32
 
     @property
     def activation_name(self) -> str | None:

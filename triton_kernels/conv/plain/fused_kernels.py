@@ -14,6 +14,7 @@ from ...activations import activate_affine_grad
 from ...noise.dropout import kept
 from ...norm.coefficients import load_table
 from ...runtime.dependent_launch import await_inputs
+from ...tf32 import as_operand
 from .products import (
     multiply,
     multiply_pointwise,
@@ -104,6 +105,7 @@ def _finish_forward(
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     RAGGED: tl.constexpr,
+    TF32: tl.constexpr,
 ):
     """The epilogue of one tile."""
     n0, h0, w0, c0 = at
@@ -118,7 +120,7 @@ def _finish_forward(
     if residual_desc is not None:
         residual = residual_desc.load([n0, h0, w0, c0]).reshape(BLOCK_M, BLOCK_C)
         acc += tl.trans(residual).to(tl.float32)
-    y = acc.to(y_desc.dtype)
+    y = as_operand(acc, y_desc.dtype, TF32)
     y_desc.store([n0, h0, w0, c0], tl.trans(y).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
     if partial_ptr is not None:
         # about the mean of the tile, since a difference of large sums would cancel
@@ -172,6 +174,7 @@ def conv_forward_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     RAGGED: tl.constexpr,  # with sums: tiles as an even `conv.plain.tma_boxes.covering_box`
+    TF32: tl.constexpr,  # products in TF32 read y
 ):
     await_inputs()
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
@@ -208,7 +211,7 @@ def conv_forward_kernel(
         acc = whole_sum(accs[row], small) if PRECISION == "ieee" else accs[row]
         _finish_forward(
             acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr,
-            (n0, h0 + row, w0, c0), N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED,
+            (n0, h0 + row, w0, c0), N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, TF32,
         )  # fmt: skip
 
 

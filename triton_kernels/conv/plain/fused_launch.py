@@ -46,7 +46,7 @@ def forward(config: Config, operands: Operands) -> None:
         operands.extra_bias, *extra_channels, *[0] * (2 - len(operands.extra)),
         0 if emb is None else emb.stride(0), n, ci, h, w, co,
         R=r, S=s, PRECISION=operands.precision, ROWS=config.rows,
-        RAGGED=stats and is_ragged(box, h, w), **tile_sizes(box, config),
+        RAGGED=stats and is_ragged(box, h, w), TF32=operands.tf32, **tile_sizes(box, config),
         **overlapping(x.device, n * h * w),
     )  # fmt: skip
 

@@ -44,7 +44,7 @@ def forward(config: PointerTile, operands: Operands, transposed: bool = False) -
         operands.numbers[1],
         R=r, S=s, TRANSPOSED=transposed, PADDED=c != width,
         EXACT=c == width and divide(config, width, k, *beside),
-        RAGGED=stats and is_ragged(box, h, w), UNIT=unit, ROWS=config.rows,
+        RAGGED=stats and is_ragged(box, h, w), UNIT=unit, ROWS=config.rows, TF32=operands.tf32,
         PRECISION=operands.precision, **tile_sizes(box, config),
     )  # fmt: skip
 

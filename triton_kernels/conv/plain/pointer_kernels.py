@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ...activations import activate_affine_grad
 from ...noise.dropout import kept
+from ...tf32 import as_operand
 from .pointer_products import convolve, multiply
 from .tile_edges import store_partials
 
@@ -68,6 +69,7 @@ def conv_pointer_forward_kernel(
     PADDED: tl.constexpr,  # some channels have no filters
     UNIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    TF32: tl.constexpr,  # products in TF32 read y
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
@@ -133,7 +135,10 @@ def conv_pointer_forward_kernel(
         if residual_ptr is not None:
             y += residual.to(tl.float32)
         residual = ahead
-        y = _rounded(y, y_ptr.dtype.element_ty)
+        if TF32:
+            y = as_operand(y, y_ptr.dtype.element_ty, True)
+        else:
+            y = _rounded(y, y_ptr.dtype.element_ty)
         tl.store(y_ptr + below + places, y, mask=mask)
         if partial_ptr is not None:
             y = y.to(tl.float32)
