@@ -28,7 +28,7 @@ def _constants(graph: Graph) -> None:
     kept = []
     for node in graph.nodes:
         fixed = all(value in graph.constants for value in node.inputs.values())
-        if fixed and node.op != "dropout":
+        if fixed and not node.draws:
             graph.constants.update(launch_reference(node, graph.constants))
         else:
             kept.append(node)
@@ -41,8 +41,8 @@ def once(graph: Graph) -> None:
     same: dict[Value, Value] = {}
     for node in graph.nodes:
         node.inputs = {role: same.get(value, value) for role, value in node.inputs.items()}
-        if node.op == "dropout":
-            continue  # each draws anew
+        if node.draws:
+            continue
         made = tuple((value.shape, value.dtype) for value in node.outputs.values())
         key = node.op, tuple(node.inputs.items()), made, repr(sorted(node.attrs.items()))
         first = seen.setdefault(key, node)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from .graph import PARTS, Graph, PlanError, Value, numbered
 
 GRADIENTS: dict[str, Callable] = {}
+_WITHOUT = ("detach", "draw")  # what reads these asks for no gradient
 
 
 def gradient(*ops: str) -> Callable[[Callable], Callable]:
@@ -54,8 +55,8 @@ class _Differentiation:
         self.producers = graph.producers()
         self.needed = set(wanted)  # values on the way from those to a result
         for node in graph.nodes:
-            if node.op == "detach":
-                continue  # what reads it asks for no gradient
+            if node.op in _WITHOUT:
+                continue
             if any(value in self.needed for value in node.inputs.values()):
                 self.needed.update(v for v in node.outputs.values() if v.has_gradients)
         self.sent: dict[Value, list[Value | _Part]] = {}
@@ -66,7 +67,7 @@ class _Differentiation:
         found = {value: {value} & set(seeds) for value in self.needed}
         for node in reversed(self.graph.nodes):
             behind = set().union(*(found.get(value, ()) for value in node.outputs.values()))
-            if node.op != "detach":
+            if node.op not in _WITHOUT:
                 for value in self.needed.intersection(node.inputs.values()):
                     found[value] |= behind
         return {value: found[value] for value in self.wanted}
@@ -331,8 +332,8 @@ def _dropout(d, node, dy):
         d.send(x, lambda: d.make("mul", {"a": dy, "b": node.outputs["mask"]}, x))
 
 
-@gradient("detach")
-def _detach(d, node, dy):
+@gradient("detach", "draw")
+def _none(d, node, dy):
     """None, if the value is itself a result."""
 
 

@@ -35,6 +35,7 @@ FORWARD = {
     "slice": "start to stop along an axis",
     "pad": "zeros before and behind, along each axis",
     "dropout": "x / (1 - p) where a draw says so, else 0; by `rng` and `layer`, or PyTorch's state",
+    "draw": "numbers of PyTorch's generator: `target`, of x0, x1, ...; on the device of `beside`",
     "cast": "x in another dtype",
     "embedding": "rows of weight, by index; row `unchanged`, if not -1, has no gradient",
     "reshape": "the same memory under another shape",
@@ -178,6 +179,11 @@ class Node:
     def many(self, role: str) -> list[Value]:
         """The inputs role0, role1, ... of those that take any number."""
         return many(self.inputs, role)
+
+    @property
+    def draws(self) -> bool:
+        """Whether two of it, of the same inputs, make different numbers."""
+        return self.op in ("dropout", "draw")
 
     @property
     def keeps_size(self) -> bool:

@@ -75,7 +75,8 @@ class _Rest:
 
     def _call(self, call: Call) -> None:
         values, results = self.of((call.args, call.kwargs)), pytree.tree_leaves(call.result)
-        if any(isinstance(v, _Place) for v in values):
+        drawn = torch.Tag.nondeterministic_seeded in call.target.tags
+        if drawn or any(isinstance(v, _Place) for v in values):
             made = [_Place("call", len(self.calls), i) for i in range(len(results))]
             shapes = tuple((x.shape, x.dtype) for x in results)
             op = call.target.overloadpacket  # a number has another overload than a tensor

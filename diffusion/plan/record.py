@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import triton_kernels
 
 from .composites import INSTEAD
+from .draws import is_draw, refused, states
 from .graph import PlanError
-from .host_draws import refused, states
 from .own_functions import OwnFunction, forward_of, noted_by
 from .results import known_result
 from .trees import flatten
@@ -352,6 +352,8 @@ class _Notes(TorchDispatchMode):
         if self.own and torch.Tag.nondeterministic_seeded in target.tags:
             raise PlanError(f"{target} in an autograd.Function, which is called twice, draws twice")
         args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs))
+        if is_draw(target) and not self.shapes.by_device and _has_device(target):
+            kwargs = {**kwargs, "device": torch.device("meta")}  # of the host's, no numbers either
         if target is _ATEN.copy_.default and id(args[0]) in self.given:
             # of what the forward pass has written to, once it is over
             name = self.given[id(args[0])]
@@ -446,6 +448,10 @@ class _Notes(TorchDispatchMode):
             if place and name:
                 break
         return f"{place or '?'} of {name}" if name else place or "?"
+
+
+def _has_device(target: torch._ops.OpOverload) -> bool:
+    return any(argument.name == "device" for argument in target._schema.arguments)
 
 
 def is_recording() -> bool:

@@ -18,9 +18,11 @@ from triton_kernels import reference
 
 from ..models.layers import Layer
 from .canonical import canonicalise
+from .draws import is_draw
 from .graph import Graph, PlanError
 from .lower import attention_by_hand, by_pytorch, layers, shapes  # noqa: F401  they fill the table
 from .lower.arithmetic import function, is_function
+from .lower.draws import draw
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood
 from .reads import Reads, reads_of
@@ -193,6 +195,8 @@ class _Tracer:
         lowering = lowering_of(low.name)
         if is_function(call.target) and (lowering is None or _has_complex(lowering, call)):
             lowering = function
+        if lowering is None and is_draw(call.target):
+            lowering = draw
         if lowering is None:
             raise low.refuse("is an op that")
         try:

@@ -267,8 +267,8 @@ embeddings = """
 add_calls("i, w", torch.tensor([[1, 2, 2], [0, 1, 1]]), of=((4, 6),), text=embeddings)
 layers = """
     Dropout(0.0)  Dropout(1.0)  Dropout(0.0, inplace=True)  Dropout(0.5).eval()
-    Dropout(0.5, inplace=True).eval()  AlphaDropout(0.5) -> alpha_dropout
-    FeatureAlphaDropout(0.5) -> feature_alpha_dropout
+    Dropout(0.5, inplace=True).eval()  AlphaDropout(0.5)
+    FeatureAlphaDropout(0.5)  RReLU() -> rrelu
 """
 add_layers(IMAGE, layers)
 rng = torch.tensor([5, 6])
@@ -321,7 +321,8 @@ in_no_table = """
     F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)  torch.linalg.inv(x[0, 0, :, :6])
     torch.complex(x, 2 * x).abs()  torch.fft.rfft2(x).abs()  torch.fft.fft(x).conj().imag
     torch.view_as_real(torch.fft.fft(x) * (1 + 2j))  (torch.fft.fft(x) @ (x * 1j).mT).real
-    torch.fft.irfft2(torch.fft.fftshift(torch.fft.rfft2(x)) + x.sum())  torch.bernoulli(x) -> bern
+    torch.fft.irfft2(torch.fft.fftshift(torch.fft.rfft2(x)) + x.sum())
+    torch.bernoulli(x.sigmoid()) * x
 """
 add_calls("x", IMAGE, text=in_no_table)
 
@@ -365,7 +366,8 @@ arithmetic = """
     torch.logical_and(x > 0, y > 0) * x
     x.clamp_min(0)  torch.lerp(x, y, 0.3)  torch.hypot(x, y)
     torch.addcmul(x, x, y, value=2)  torch.nan_to_num(x)
-    torch.erf(x)  torch.logsumexp(x, 1)  torch.rand(8) + x -> rand
-    torch.randn_like(x) + x -> randn_like  torch.outer(x[0, 0, 0], y[0, 0, 0])
+    torch.erf(x)  torch.logsumexp(x, 1)  torch.rand(8) + x
+    torch.randn_like(x) + x  torch.normal(x, 2.0) * x  torch.rand(8, generator=_generator) -> own
+    torch.outer(x[0, 0, 0], y[0, 0, 0])
 """
 add_calls("x, y", IMAGE, IMAGE, text=arithmetic)

@@ -138,7 +138,7 @@ class Net(nn.Module):
 
 
 REFUSED = {
-    "a random draw": (lambda net, x: x + torch.rand_like(x), "rand_like"),
+    "a draw that writes": (lambda net, x: F.rrelu(x, training=True), "rrelu"),
     "an op that reads memory": (lambda net, x: x.as_strided((2, 2), (1, 8)), "as_strided"),
     "a layer's op": (lambda net, x: net.recurrent(x[0])[0], "lstm"),
     "attention that drops": (

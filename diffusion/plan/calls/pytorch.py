@@ -10,6 +10,7 @@ from torch import Tensor
 from triton_kernels.reference import ACTIVATION_FUNCTIONS
 
 from ..graph import Node, many
+from ..lower.draws import drawn
 from ..lower.table import call_arguments
 from .table import Inputs, by_pytorch
 
@@ -87,6 +88,11 @@ def _layer_norm_grad(run, node, given):
 def _arith(run, node, given):
     a = node.attrs
     return a["target"](*call_arguments(a["arguments"], list(given.values())), **a["options"])
+
+
+@by_pytorch("draw")
+def _draw(run, node, given):
+    return drawn(node.attrs, many(given, "x"), given.get("beside"))
 
 
 @by_pytorch("arith_grad")
