@@ -13,10 +13,11 @@ import triton
 from torch import Tensor
 
 from . import reference
-from .conv.fused import conv_forward, conv_input_grad, conv_weight_grad
+from .conv.fused import conv_forward, conv_input_grad
 from .conv.hopper.row_wgrad import TILE as WGRAD_TILE
 from .conv.hopper.tile_mma import TileMma
 from .conv.plain import tma, tma_wgrad
+from .conv.weight_grad import conv_weight_grad
 from .hopper.descriptors import MISSING
 from .runtime.device import describe, switch_off, switched_off
 from .runtime.ptxas import prefer_older_ptxas

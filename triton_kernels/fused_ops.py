@@ -32,12 +32,7 @@ from .attention.projected import PROJECTED, projected_attention
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from .conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
 from .conv.few import conv_few
-from .conv.fused import (
-    conv_forward,
-    conv_input_grad,
-    conv_plain_input_grad,
-    conv_weight_grad,
-)
+from .conv.fused import conv_forward, conv_input_grad, conv_plain_input_grad
 from .conv.norm_conv import NORM_CONV, norm_conv, norm_conv_of_two
 from .conv.plain.pad_channels import pad_channels
 from .conv.plain.split_k import CONV_SPLIT, conv_split
@@ -53,6 +48,7 @@ from .conv.upsampled import (
     conv_upsampled_input_grad,
     upsampled_filters,
 )
+from .conv.weight_grad import conv_weight_grad
 from .conv.wgrad_group import conv_weight_grads
 from .conv1d.conv1d import conv_stage, head, project
 from .embedding.begin_step import begin_step

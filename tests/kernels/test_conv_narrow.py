@@ -5,15 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from triton_kernels.conv.fused import (
-    FORWARD,
-    INPUT_GRAD,
-    conv_forward,
-    conv_input_grad,
-    conv_weight_grad,
-)
+from triton_kernels.conv.fused import FORWARD, INPUT_GRAD, conv_forward, conv_input_grad
 from triton_kernels.conv.hopper import narrow, row_mma, row_wgrad
-from triton_kernels.conv.weight_grad import weight_grad_spec
+from triton_kernels.conv.weight_grad import conv_weight_grad, weight_grad_spec
 from triton_kernels.registry.choose import listed
 from triton_kernels.runtime.device import describe
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from triton_kernels.conv import fused as conv_fused
+from triton_kernels.conv import weight_grad
 from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
 from triton_kernels.conv.plain import pointer, pointer_wgrad
 from triton_kernels.conv.plain.pointer_tiles import TILES
@@ -44,7 +45,7 @@ ODD = {
 @pytest.fixture(autouse=True)
 def poison(monkeypatch, no_tma):
     """Memory that a kernel forgets to write holds NaN."""
-    poison_outputs(monkeypatch, conv_fused)
+    poison_outputs(monkeypatch, conv_fused, weight_grad)
 
 
 def tile(block_c: int, block_m: int, rows: int = 1) -> pointer.PointerTile:
@@ -198,7 +199,7 @@ def test_weight_grad_of_stride_two(padding, device):
     x = randn(3, 6, 10, 24, seed=0, device=device, dtype=torch.float16)
     dy = randn(3, 3, 5, 40, seed=6, device=device, dtype=torch.float16)
     out = torch.full((40, 3, 3, 24), torch.nan, device=device).permute(0, 3, 1, 2)
-    conv_fused.conv_weight_grad(x, dy, out, stride=2, padding=padding)
+    weight_grad.conv_weight_grad(x, dy, out, stride=2, padding=padding)
     w = torch.zeros(40, 24, 3, 3, dtype=torch.float64, device=device, requires_grad=True)
     image = torch.nn.functional.pad(x.double().permute(0, 3, 1, 2), [padding, 1] * 2)
     y = torch.nn.functional.conv2d(image, w, stride=2)[:, :, :3, :5]
@@ -214,6 +215,6 @@ def test_weight_grad_of_padded_channels(device):
     x[..., :3] = randn(2, 6, 8, 3, seed=0, device=device, dtype=torch.float16)
     dy[..., :5] = randn(2, 6, 8, 5, seed=6, device=device, dtype=torch.float16)
     out = torch.full((5, 3, 3, 3), torch.nan, device=device).permute(0, 3, 1, 2)
-    conv_fused.conv_weight_grad(x, dy, out)
+    weight_grad.conv_weight_grad(x, dy, out)
     exact = weight_grad_reference(x[..., :3], dy[..., :5], 3)
     assert relative(out, exact) <= 2**-24 * 96**0.5 + 1e-6

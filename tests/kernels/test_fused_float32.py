@@ -9,6 +9,7 @@ from torch import Tensor
 
 from triton_kernels import fused_ops
 from triton_kernels.conv import fused as conv_fused
+from triton_kernels.conv import weight_grad
 from triton_kernels.fused_float32 import PRODUCTS, in_float32
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
@@ -47,7 +48,7 @@ def chip(request, monkeypatch, tensor_cores_cut_off):  # noqa: F811
     """With a TMA unit, if there is one here, and without."""
     if request.param == "no tma":
         request.getfixturevalue("no_tma")
-    poison_outputs(monkeypatch, conv_fused)
+    poison_outputs(monkeypatch, conv_fused, weight_grad)
     return request.param
 
 

@@ -6,8 +6,8 @@ import torch
 
 from triton_kernels import fused_ops as fused
 from triton_kernels import reference
-from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv import stride2 as conv_down
+from triton_kernels.conv import weight_grad
 from triton_kernels.conv.plain import pad_channels
 from triton_kernels.embedding import linear_grads, sinusoids
 from triton_kernels.norm import sums as norm_sums
@@ -20,11 +20,11 @@ MODULES = (
     norm_sums,
     column_sum,
     conv_down,
-    conv_fused,
     linear_grads,
     pad_channels,
     row_sums,
     sinusoids,
+    weight_grad,
 )
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 

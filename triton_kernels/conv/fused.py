@@ -14,8 +14,7 @@ image, and their sums go to `partials` [N, K, 2, C] by plain stores: no atomics,
 every run. All tiles have equally many pixels of their images: they divide an image, or where none
 does they reach over its edges (`covering_box`). A tile of channels may straddle the two halves of a
 concatenation, if none divides them. The GEMM is that of `conv.plain.tma`: stride 1, channels in
-multiples of 16 bytes. Without a TMA unit, or of other channels, all of it is done by
-`conv.plain.pointer` and `conv.plain.pointer_wgrad`.
+multiples of 16 bytes. Without a TMA unit, or of other channels, `conv.plain.pointer` does it.
 
 Products of float32 are in TF32, or with `allow_tf32=False` in float32: three of TF32 each where
 TMA fetches (`conv.plain.tf32x3`), else FMAs.
@@ -28,20 +27,17 @@ from torch import Tensor
 
 from ..activations import check_activation
 from ..noise.dropout import Mask
-from ..reductions.column_sum import sum_partials
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
 from ..registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec, dtype_name, precision_of
 from ..runtime.device import Device, describe
-from . import forward, weight_grad
-from .configs import ConvOperands, WgradOperands
+from . import forward
+from .configs import ConvOperands
 from .fused_spec import forward_spec
 from .hopper import narrow, row_mma, tile_mma
 from .hopper.operands import Operands
 from .plain import fused_launch, fused_tiles, pointer
-from .plain.fused_tiles import box_of as _box
-from .plain.fused_tiles import piece_of as _piece
-from .plain.fused_tiles import summed_box as _summed
+from .plain.fused_tiles import box_of, piece_of, summed_box
 from .plain.tma import Config
 from .plain.tma_boxes import boxes_of_image
 
@@ -176,7 +172,9 @@ def conv_forward(
             return conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0]
 
         config = select(FORWARD, spec, describe(x.device), run).config
-    partials = _partials(_summed(config, _box(config, n, h, w, even=True)), y) if stats else None
+    partials = None
+    if stats:
+        partials = _partials(summed_box(config, box_of(config, n, h, w, even=True)), y)
     if n:
         beside = () if residual is None else (residual,)
         given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)
@@ -222,7 +220,7 @@ def conv_input_grad(
             return conv_input_grad(dy, weight, **rest, config=c)[0]
 
         config = select(INPUT_GRAD, spec, describe(dy.device), run).config
-    piece = _piece(config, _box(config, n, h, w, even=True))
+    piece = piece_of(config, box_of(config, n, h, w, even=True))
     partials = _partials(piece, dz)
     if n:
         given = Operands(dy, weight, dz, table, partials, inputs, activation=activation, mask=mask)
@@ -246,52 +244,6 @@ def conv_plain_input_grad(
         padding, precision = (r // 2, s // 2), precision_of(dy.dtype, allow_tf32)
         forward.launch(ConvOperands(dy, weight, None, dx, 1, padding, precision, True), config)
     return dx
-
-
-# --- weight gradient ------------------------------------------------------------------------------
-
-
-def conv_weight_grad(
-    x: Tensor,  # [N, H, W, CI or more]
-    dy: Tensor,  # [N, H, W, CO or more]
-    out: Tensor,  # float32 [CO, CI, R, S] to be written; a channel of y is a row [R, S, CI]
-    *,
-    accumulate: bool = False,  # add to `out`
-    stride: int = 1,
-    padding: int | None = None,  # None: R // 2; the image is padded below as far as dy needs it
-    allow_tf32: bool = True,
-    config: tuple | None = None,  # a tile of a kernel of `weight_grad.WEIGHT_GRAD`
-    splits: int | None = None,  # parts that the sum over pixels is split into
-) -> None:
-    """out = or += the gradient of the filters. The rows of `out` may be any distance apart, as in
-    the columns of a 1x1 filter that belong to one half of a concatenation. Channels of x and dy
-    behind those of the filters, which pad them, do not count."""
-    co, ci, r, s = out.shape
-    assert out.dtype == torch.float32 and out[0].permute(1, 2, 0).is_contiguous()
-    assert x.is_contiguous() and dy.is_contiguous() and x.shape[3] >= ci and dy.shape[3] >= co
-    if dy.shape[0] == 0:
-        if not accumulate:
-            out.zero_()
-        return
-    padding = (r // 2, s // 2) if padding is None else (padding, padding)
-    precision = precision_of(x.dtype, allow_tf32)
-    kernel, planned = weight_grad.plan(x, dy, out, stride, padding, precision, config)
-    splits = planned.splits if splits is None else splits
-    planned = planned._replace(splits=splits)
-    assert kernel.pads or (x.shape[3], dy.shape[3]) == (ci, co)
-    operands = WgradOperands(x, dy, out, out, stride, padding, precision)
-    if splits == 1 and kernel.in_place:
-        kernel.launch(planned, operands._replace(stride_co=out.stride(0), accumulate=accumulate))
-        return
-    row = r * s * ci
-    rows = out.permute(0, 2, 3, 1)
-    if alone := splits == 1 and rows.is_contiguous() and not accumulate:
-        parts = rows.view(1, co * row)
-    else:
-        parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
-    kernel.launch(planned, operands._replace(parts=parts))
-    if not alone:
-        sum_partials(parts, out, accumulate=accumulate)
 
 
 def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:

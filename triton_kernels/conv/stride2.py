@@ -5,7 +5,7 @@
 
 With padding 1 the window begins a pixel above and left of the 2x2 block that it stands for. With 0
 it begins in the block and reaches a pixel below and right of the image, which counts as zero there.
-Its kernels are those of `conv.forward`; the gradient of its filters is `conv.fused`'s.
+Its kernels are those of `conv.forward`; the gradient of its filters is `conv.weight_grad`'s.
 """
 
 import torch

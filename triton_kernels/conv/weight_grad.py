@@ -12,7 +12,7 @@ from torch import Tensor
 from ..reductions.column_sum import partials, sum_partials
 from ..registry.choose import expected, select
 from ..registry.kernel import Op
-from ..registry.spec import ConvSpec, WeightGradsSpec, dtype_name
+from ..registry.spec import ConvSpec, WeightGradsSpec, dtype_name, precision_of
 from ..runtime.device import Device, describe
 from .configs import SplitKernel, WgradOperands, kernel_of_tile
 from .hopper import fp16_split_wgrad, mma_wgrad, row_wgrad
@@ -41,6 +41,9 @@ WEIGHT_GRAD = Op(
         gather_wgrad.WEIGHT_GRAD,
     ),
 )
+
+
+_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
 
 
 def one_after_one(spec: WeightGradsSpec, gpu: Device) -> float | None:
@@ -97,3 +100,46 @@ def plan(
 
     choice = select(WEIGHT_GRAD, spec, gpu, run)
     return choice.kernel, choice.config
+
+
+def conv_weight_grad(
+    x: Tensor,  # [N, H, W, CI or more]
+    dy: Tensor,  # [N, H, W, CO or more]
+    out: Tensor,  # float32 [CO, CI, R, S] to be written; a channel of y is a row [R, S, CI]
+    *,
+    accumulate: bool = False,  # add to `out`
+    stride: int = 1,
+    padding: int | None = None,  # None: R // 2; the image is padded below as far as dy needs it
+    allow_tf32: bool = True,
+    config: tuple | None = None,  # a tile of a kernel of `WEIGHT_GRAD`
+    splits: int | None = None,  # parts that the sum over pixels is split into
+) -> None:
+    """out = or += the gradient of the filters. The rows of `out` may be any distance apart, as in
+    the columns of a 1x1 filter that belong to one half of a concatenation. Channels of x and dy
+    behind those of the filters, which pad them, do not count."""
+    co, ci, r, s = out.shape
+    assert out.dtype == torch.float32 and out[0].permute(1, 2, 0).is_contiguous()
+    assert x.is_contiguous() and dy.is_contiguous() and x.shape[3] >= ci and dy.shape[3] >= co
+    if dy.shape[0] == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    padding = (r // 2, s // 2) if padding is None else (padding, padding)
+    precision = precision_of(x.dtype, allow_tf32)
+    kernel, planned = plan(x, dy, out, stride, padding, precision, config)
+    splits = planned.splits if splits is None else splits
+    planned = planned._replace(splits=splits)
+    assert kernel.pads or (x.shape[3], dy.shape[3]) == (ci, co)
+    operands = WgradOperands(x, dy, out, out, stride, padding, precision)
+    if splits == 1 and kernel.in_place:
+        kernel.launch(planned, operands._replace(stride_co=out.stride(0), accumulate=accumulate))
+        return
+    row = r * s * ci
+    rows = out.permute(0, 2, 3, 1)
+    if alone := splits == 1 and rows.is_contiguous() and not accumulate:
+        parts = rows.view(1, co * row)
+    else:
+        parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
+    kernel.launch(planned, operands._replace(parts=parts))
+    if not alone:
+        sum_partials(parts, out, accumulate=accumulate)

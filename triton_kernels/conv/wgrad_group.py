@@ -17,11 +17,10 @@ from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import WeightGradsSpec, precision_of
 from ..runtime.device import Device, describe
-from .fused import conv_weight_grad
 from .hopper import group_wgrad, rounds_wgrad, row_wgrad
 from .hopper.group_wgrad import Gradient, Tile
 from .hopper.rounds_wgrad import Rounds
-from .weight_grad import one_after_one, weight_grad_spec
+from .weight_grad import conv_weight_grad, one_after_one, weight_grad_spec
 from .wgrad_parts import sum_group
 
 _MANY_SPLITS = 4
