@@ -9,7 +9,7 @@ from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.configs import ConvOperands
 from triton_kernels.conv.forward import FORWARD, INPUT_GRAD, TransposeFirst, spec_of
-from triton_kernels.conv.hopper import unfused
+from triton_kernels.conv.hopper import unfused_1x1, unfused_3x3
 from triton_kernels.conv.plain import tma as conv_tma
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.registry.choose import listed
@@ -78,7 +78,7 @@ def applying(shape: Shape, dtype, device, dgrad: bool) -> list[tuple]:
 
 
 def unfused_configs(x, weight, y, padding, dgrad: bool) -> list[tuple]:
-    """Of the kernels of `conv.hopper.unfused`; float32 is in TF32."""
+    """Of the kernels of `unfused_3x3` and `unfused_1x1`; float32 is in TF32."""
     operands = ConvOperands(x, weight, None, y, 1, padding, "tf32", dgrad)
     found = listed(INPUT_GRAD if dgrad else FORWARD, spec_of(operands), describe(x.device))
     return [config for kernel, config in found if kernel.name.startswith("unfused")]
@@ -177,13 +177,13 @@ class TestGpu:
         def blocks(kind: type) -> set[int]:
             return {c.block_c for c in backward if isinstance(c, kind)}
 
-        assert blocks(unfused.UnfusedPointwise) == {64, 128}
-        assert blocks(unfused.UnfusedSingleTile) == {64, 128, 192}
+        assert blocks(unfused_1x1.UnfusedPointwise) == {64, 128}
+        assert blocks(unfused_1x1.UnfusedSingleTile) == {64, 128, 192}
         # all at once fits beside a second program, or does not, or not even alone
 
         def programs(name: str, *size: int) -> list[int]:
             found = applying(POINTS[name], bf16, device, False)
-            kind = unfused.UnfusedSingleTile
+            kind = unfused_1x1.UnfusedSingleTile
             return [c.programs for c in found if isinstance(c, kind) and c[:2] == size]
 
         assert programs("a pixel", 64, 64) == [2]
@@ -200,7 +200,7 @@ class TestGpu:
         # float32 filters of an input gradient are turned first
         assert applying(ROWS["a tile"], torch.float32, device, dgrad=True) == []
         tf32 = applying(Shape(1, 64, 64, 96, 64), torch.float32, device, dgrad=False)
-        assert tf32 == [unfused.UnfusedTiles(256), unfused.UnfusedTiles(128)]
+        assert tf32 == [unfused_3x3.UnfusedTiles(256), unfused_3x3.UnfusedTiles(128)]
 
 
 def test_nothing_applies_without_a_hopper_gpu():

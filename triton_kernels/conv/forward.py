@@ -17,7 +17,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import Device, describe
 from .configs import ConvOperands
-from .hopper import unfused
+from .hopper import unfused_1x1, unfused_3x3
 from .plain import gather, im2col_fwd, pointer, tf32x3, tma, tma_stride
 from .plain.tma_boxes import aligned, unaddressable
 from .plain.transpose_weights import transpose_weights
@@ -29,7 +29,8 @@ FORWARD = Op(
     key=_KEY,
     kernels=(
         tma.FORWARD,
-        *unfused.FORWARD,
+        unfused_3x3.FORWARD,
+        *unfused_1x1.FORWARD,
         tma_stride.FORWARD,
         pointer.PLAIN_FORWARD,
         tf32x3.FORWARD,
@@ -63,7 +64,8 @@ INPUT_GRAD = Op(
     key=_KEY,
     kernels=(
         tma.INPUT_GRAD,
-        *unfused.INPUT_GRAD,
+        unfused_3x3.INPUT_GRAD,
+        *unfused_1x1.INPUT_GRAD,
         Kernel(
             "transpose_first",
             TransposeFirst,

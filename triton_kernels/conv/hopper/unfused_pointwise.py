@@ -1,4 +1,4 @@
-"""The kernel of `conv.hopper.unfused` for 1x1 filters: a product [pixels, K] times [K, C].
+"""The kernel of `conv.hopper.unfused_1x1`: a product [pixels, K] times [K, C].
 
 Such a convolution is bound by memory, and a matrix product in the usual tiles by the L2 cache: it
 fetches the filters again for every tile of pixels, and the pixels for every block of channels. Here

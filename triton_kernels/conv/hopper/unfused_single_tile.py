@@ -1,4 +1,4 @@
-"""A second kernel of `conv.hopper.unfused` for 1x1 filters, where there are about as many tiles as
+"""A second kernel of `conv.hopper.unfused_1x1`, where there are about as many tiles as
 multiprocessors: a program does one.
 
 Of the 4 us of such a layer half is its launch, and most of the rest waiting for memory, which takes

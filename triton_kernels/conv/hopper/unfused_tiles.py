@@ -1,4 +1,4 @@
-"""The kernel of `conv.hopper.unfused` for 3x3 filters over rows of 8 to 64 pixels.
+"""The kernel of `conv.hopper.unfused_3x3`: 3x3 filters over rows of 8 to 64 pixels.
 
 A tile is whole rows of an image, or several images, and 64 channels of the result. With the row
 above and the one below it is fetched three times for each block of input channels, moved by a
