@@ -134,7 +134,6 @@ def conv1d_whole_kernel(
     SLOTS: gl.constexpr,  # blocks that are in shared memory at once
     TOGETHER: gl.constexpr,  # times fetched by an instruction
     PDL: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     """What there is room for is asked for at once: the filters before the launch in front has
     ended, the samples behind the wait."""

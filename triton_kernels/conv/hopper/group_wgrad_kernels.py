@@ -199,7 +199,6 @@ def conv_pointwise_group_wgrad_kernel(
     BLOCKS: gl.constexpr,  # of 64 channels of x, of a program
     STEPS: gl.constexpr,  # of 64 pixels
     STAGES: gl.constexpr,
-    num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x1_desc.dtype
     SLOTS: gl.constexpr = STAGES * STEPS

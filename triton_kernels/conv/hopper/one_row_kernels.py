@@ -139,7 +139,6 @@ def conv_one_row_kernel(
     BLOCKS2: gl.constexpr,
     PARTS: gl.constexpr,  # of the sum, which has no others then, nor has it other terms
     SLOTS: gl.constexpr,  # units in shared memory
-    num_warps: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     VECTOR: gl.constexpr = gl.SliceLayout(1, LAYOUT)

@@ -29,7 +29,6 @@ def conv_single_tile_kernel(
     C,
     PIXELS: gl.constexpr,  # of a tile
     K_BLOCKS: gl.constexpr,  # of 64 channels of x
-    num_warps: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
     dtype: gl.constexpr = x_desc.dtype

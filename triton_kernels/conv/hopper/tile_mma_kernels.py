@@ -216,7 +216,6 @@ def conv_tile_mma_kernel(
     CG: gl.constexpr,  # channels of a group of the norm
     KEEP: gl.constexpr,  # whether y is to be written
     TILES: gl.constexpr,  # of an image, if there are slots
-    num_warps: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype

@@ -140,7 +140,6 @@ def conv_unfused_pointwise_kernel(
     DGRAD: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory
     OUT: gl.constexpr,  # of results there, for either warpgroup
-    num_warps: gl.constexpr,
 ):
     p = _Product(x_desc, w_desc, y_desc, bias_ptr, C, PIXELS, K_BLOCKS, C_BLOCKS, DGRAD)
     dtype: gl.constexpr = x_desc.dtype

@@ -47,7 +47,6 @@ def conv_unfused_single_tile_tf32_kernel(
     PIXELS: gl.constexpr,  # of a tile, of 64 channels
     K_BLOCKS: gl.constexpr,  # of 32 channels of dy
     BLOCKS: gl.constexpr,  # of K_BLOCKS, in shared memory
-    num_warps: gl.constexpr,
 ):
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 8])
     dy_bufs = ()

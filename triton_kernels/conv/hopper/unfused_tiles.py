@@ -130,7 +130,6 @@ def conv_unfused_tiles_kernel(
     DGRAD: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory
     STEPS: gl.constexpr,  # of filters there; 0, in TF32: three with each block
-    num_warps: gl.constexpr,
 ):
     dtype: gl.constexpr = x_desc.dtype
     BITS: gl.constexpr = dtype.primitive_bitwidth

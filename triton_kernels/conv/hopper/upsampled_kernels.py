@@ -192,7 +192,6 @@ def conv_parity_kernel(
     BLOCKS: gl.constexpr,  # of pixels in shared memory, and two filters each
     REGISTERS: gl.constexpr,  # of a thread that multiplies
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
-    num_warps: gl.constexpr,
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)

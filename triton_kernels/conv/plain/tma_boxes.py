@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.spec import ConvSpec
-from ...runtime.device import Device, describe
+from ...runtime.device import Device
 
 _MOST_IMAGES = 16  # of a `covering_box`, each with sums of its own
 _WHOLE_ROW = 128  # pixels of a row that some tile of every list takes whole
@@ -173,12 +173,6 @@ def wgrad_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
-
-
-def addressable(x: Tensor, y: Tensor) -> bool:
-    """Whether there is a TMA unit, and it can address these NHWC tensors."""
-    wide = all(t.shape[3] * t.itemsize % 16 == 0 for t in (x, y))
-    return wide and describe(x.device).tma and aligned(x) and aligned(y)
 
 
 def unaddressable(spec: ConvSpec, gpu: Device) -> str | None:

@@ -52,22 +52,13 @@ WGRAD_CONFIGS = [
 # --- forward and input gradient -------------------------------------------------------------------
 
 
-def refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why it cannot do a forward pass, or None."""
-    return _refuse(spec, gpu, spec.h, spec.w, spec.k)
-
-
-def refuse_grad(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why it cannot do an input gradient, or None."""
-    return _refuse(spec, gpu, *spec.size, spec.c)
-
-
-def _refuse(spec: ConvSpec, gpu: Device, h: int, w: int, channels: int) -> str | None:
+def _refuse(spec: ConvSpec, gpu: Device, grad: bool) -> str | None:
     if spec.stride != 2:
         return f"it does stride 2, not {spec.stride}"
     if spec.dtype == "fp32":
         return "float32 that is not rounded to TF32"
-    if reason := _refuse_parities(spec, h, w):
+    rows, columns, channels = (*spec.size, spec.c) if grad else (spec.h, spec.w, spec.k)
+    if reason := _refuse_parities(spec, rows, columns):
         return reason
     if channels % 32:
         return f"{channels} channels of the image are no multiple of 32"
@@ -98,19 +89,23 @@ def _cost(spec: ConvSpec, gpu: Device, c: Config, grad: bool) -> float:
     return 3 + spec.flops / (2048 * gpu.num_sms) / CLOCKS if first else math.inf
 
 
-FORWARD = Kernel(
-    "tma_stride2", Config, refuse, partial(_fitting, grad=False), partial(_cost, grad=False), launch
+FORWARD, INPUT_GRAD = (
+    Kernel(
+        "tma_stride2",
+        Config,
+        partial(_refuse, grad=grad),
+        partial(_fitting, grad=grad),
+        partial(_cost, grad=grad),
+        launch,
+    )
+    for grad in (False, True)
 )
-INPUT_GRAD = Kernel(
-    "tma_stride2", Config, refuse_grad, partial(_fitting, grad=True), partial(_cost, grad=True),
-    launch,
-)  # fmt: skip
 
 
 # --- weight gradient ------------------------------------------------------------------------------
 
 
-def refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
+def _refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a weight gradient."""
     if spec.stride != 2:
         return f"it does stride 2, not {spec.stride}"
@@ -119,7 +114,7 @@ def refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
     return _refuse_parities(spec, spec.h, spec.w) or unaddressable(spec, gpu)
 
 
-def cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
+def _cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
     """The first tile, or the one for few channels."""
     ci = spec.of_filters[1]
     taken = c == WGRAD_CONFIGS[0 if ci % 64 == 0 else 1]
@@ -127,5 +122,10 @@ def cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
 
 
 WEIGHT_GRAD = split_kernel(
-    WgradConfig, refuse_wgrad, lambda spec, gpu: WGRAD_CONFIGS, num_parts, launch_wgrad, cost_wgrad
+    WgradConfig,
+    _refuse_wgrad,
+    lambda spec, gpu: WGRAD_CONFIGS,
+    num_parts,
+    launch_wgrad,
+    _cost_wgrad,
 )
