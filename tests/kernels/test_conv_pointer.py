@@ -21,7 +21,6 @@ from .conv_fused_cases import (
     check_forward,
     check_grad,
     check_weight_grad,
-    dropped,
     forward_case,
     forward_reference,
     grad_case,
@@ -31,6 +30,7 @@ from .conv_fused_cases import (
     weight_grad_reference,
 )
 from .distinct import distinct
+from .masks import dropped
 from .other_chip import _as_crowded
 from .poison import poison_outputs
 

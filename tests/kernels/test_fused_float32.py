@@ -21,7 +21,6 @@ from .conv_fused_cases import (
     SMALL,
     Shape,
     check_stats,
-    dropped,
     extra_case,
     forward_case,
     forward_reference,
@@ -31,6 +30,7 @@ from .conv_fused_cases import (
     relative,
     weight_grad_reference,
 )
+from .masks import dropped
 from .poison import poison_outputs
 from .test_conv_fused import RACES, RAGGED_RACES
 from .test_skip_dx import SMALL as SKIPS
