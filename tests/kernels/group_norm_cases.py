@@ -6,10 +6,8 @@ import torch
 from triton_kernels import reference
 from triton_kernels.norm import cluster, multi_pass, pass_grid, passes, single_program, sums, tables
 from triton_kernels.norm.group_norm import group_norm
-from triton_kernels.registry.spec import NormSpec
 from triton_kernels.runtime.device import Device
 
-from .chips import HOPPER
 from .poison import poison_outputs
 from .taken import take
 
@@ -28,10 +26,9 @@ def poison_group_norm(monkeypatch):
 _KERNELS = {"stream": "multi_pass", "resident": "single_program", "cluster": "cluster"}
 
 
-def force(path, monkeypatch, **passes):
-    """Take images through "stream", "resident" or "cluster"; `passes` as of `take`."""
-    both = dict.fromkeys(("group_norm", "group_norm_bwd"), _KERNELS[path])
-    take(monkeypatch, **both, **passes)
+def force(path, monkeypatch):
+    """Take images through "stream", "resident" or "cluster"."""
+    take(monkeypatch, **dict.fromkeys(("group_norm", "group_norm_bwd"), _KERNELS[path]))
 
 
 @pytest.fixture(params=["stream", "resident"], name="path")
@@ -95,16 +92,14 @@ def check(x, params, dy, groups, act, floor=2e-6, c1=None):
         assert error <= budget, f"{name}: error {error:.2e}, budget {budget:.2e}"
 
 
-PASSES = {op.name: op for op in (multi_pass.STATS, passes.APPLY, multi_pass.SUMS, passes.DX)}
-
-
-def configs_of(name):
-    """All of a pass."""
-    (kernel,) = PASSES[name].kernels
-    return kernel.configs(NormSpec(1, "bf16", 1, 1, 32), HOPPER)
+def of_passes(config, monkeypatch):
+    """Every pass over memory has this configuration."""
+    monkeypatch.setattr(multi_pass, "_config", lambda *_: config)
+    monkeypatch.setattr(passes, "_APPLY", config)
+    monkeypatch.setattr(passes, "_dx_config", lambda *_: config)
 
 
 def several_tiles(monkeypatch):
     monkeypatch.setattr(Device, "busy", 1)
-    several = pass_grid.PassConfig(256, 4, 4)
-    force("stream", monkeypatch, **dict.fromkeys(PASSES, several))
+    force("stream", monkeypatch)
+    of_passes(pass_grid.PassConfig(256, 4, 4), monkeypatch)

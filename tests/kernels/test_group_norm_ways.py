@@ -7,6 +7,7 @@ import torch
 
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.norm import cluster as group_norm_cluster
+from triton_kernels.norm import multi_pass
 from triton_kernels.norm.cluster import CLUSTER
 from triton_kernels.norm.group_norm import GROUP_NORM, GROUP_NORM_GRAD, group_norm
 from triton_kernels.norm.multi_pass import spec_of
@@ -17,9 +18,7 @@ from triton_kernels.runtime.device import Device
 
 from .chips import HOPPER
 from .group_norm_cases import (  # noqa: F401  fixtures, and a mark for every test here
-    PASSES,
     check,
-    configs_of,
     each_way,
     force,
     make_case,
@@ -30,6 +29,12 @@ from .group_norm_cases import (  # noqa: F401  fixtures, and a mark for every te
     run,
 )
 from .taken import take
+
+SUMS = {
+    "few": multi_pass._SUMS,
+    "statistics of few": multi_pass._STATS,
+    "one warp": multi_pass._ONE_WARP,
+}
 
 # --- on the GPU: bf16, the model's shapes, every entry of the config lists -----------------------
 
@@ -65,14 +70,14 @@ def test_activations_in_bf16(act, path, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(8, 64, 64, 64), (3, 33, 31, 192)], ids=str)
-@pytest.mark.parametrize("name", PASSES)
-def test_every_config(name, shape, device, monkeypatch):
+@pytest.mark.parametrize("sums", SUMS)
+def test_every_config(sums, shape, device, monkeypatch):
     monkeypatch.setattr(Device, "busy", 1)
+    monkeypatch.setattr(multi_pass, "_config", lambda *_: SUMS[sums])
     case = make_case(shape, dtype=torch.bfloat16, device=device)
-    for config in configs_of(name):
-        force("stream", monkeypatch, **{name: config})
-        for _ in range(3):
-            check(*case, 32, "silu")
+    force("stream", monkeypatch)
+    for _ in range(3):
+        check(*case, 32, "silu")
 
 
 @pytest.mark.gpu
@@ -258,11 +263,11 @@ def test_two_are_never_one_in_memory(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", PASSES)
-def test_every_config_of_two(name, device, monkeypatch):
+@pytest.mark.parametrize("sums", SUMS)
+def test_every_config_of_two(sums, device, monkeypatch):
     monkeypatch.setattr(Device, "busy", 1)
+    monkeypatch.setattr(multi_pass, "_config", lambda *_: SUMS[sums])
     case = make_case((3, 33, 31, 320), dtype=torch.bfloat16, device=device)
-    for config in configs_of(name):
-        force("stream", monkeypatch, **{name: config})
-        for _ in range(3):
-            check(*case, 32, "silu", c1=192)
+    force("stream", monkeypatch)
+    for _ in range(3):
+        check(*case, 32, "silu", c1=192)

@@ -36,7 +36,6 @@ from .norm_pass_checks import (
     table_of,
 )
 from .poison import poison_outputs
-from .taken import take
 
 # exp of the interpreter's NumPy warns where infinity is the right value
 pytestmark = pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")
@@ -339,50 +338,40 @@ def test_model_shapes(shape, channels, ks, dtype, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("list_name", ["APPLY_CONFIGS", "_DX_CONFIGS", "_SUMS_DX_CONFIGS"])
 @pytest.mark.parametrize(
     ("shape", "channels", "ks"), [MODEL_CASES[1], ((3, 33, 31), (40, 24), (1, 3))]
 )
-def test_every_config(list_name, shape, channels, ks, device, monkeypatch):
+def test_large_tiles(shape, channels, ks, device, monkeypatch):
     monkeypatch.setattr(Device, "busy", 1)
     case = make_case(shape, channels, 32, dtype=torch.bfloat16, device=device)
-    for config in getattr(norm_passes, list_name):
-        take(monkeypatch, norm_apply=config, norm_dx=config)
-        _tables_and_passes(case, ks)
-        check_dx_without_sums(case)
+    _tables_and_passes(case, ks)
+    check_dx_without_sums(case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", norm_passes._UPSAMPLED_DX_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", [(8, 32, 32, 192, 128), (3, 7, 5, 40, 20)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_upsampled_half_on_the_gpu(config, shape, dtype, device, monkeypatch):
-    take(monkeypatch, norm_apply=config, norm_dx=config)
+def test_upsampled_half_on_the_gpu(shape, dtype, device):
     check_upsampled(*shape, dtype, device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", norm_passes.APPLY_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", [(16, 64, 64, 64, 128), (3, 14, 10, 40, 20)], ids=str)
-def test_pixels_read_before_the_table(config, shape, device):
+def test_pixels_read_before_the_table(shape, device):
     """The launch in front makes the table, and the one before it the pixels."""
     n, h, w, c1, c2 = shape
     small = randn(n, h // 2, w // 2, c1, dtype=torch.bfloat16, device=device)
     x1, x2 = (randn(n, h, w, c, dtype=torch.bfloat16, device=device) for c in (c1, c2))
     weight, bias = torch.randn(2, c1 + c2, device=device)
 
-    def run(early, x, apply, config):
+    def run(early, x, apply):
         x, y = x + 1, x2 + 1  # newest
         partials = (partials_of(x, 1), partials_of(y, 1))
         pixels = (x.shape[1] * x.shape[2], h * w)
         table = norm_tables.norm_table(partials, pixels, 4, weight, bias, EPS)
-        return apply(x, y, table, "silu", early=early, config=config)
+        return apply(x, y, table, "silu", early=early)
 
-    of_blocks = (pass_grid.channel_block(c1, c2), *config)
-    for given in (
-        (x1, norm_passes.apply, config),
-        (small, norm_passes.apply_upsampled, of_blocks),
-    ):
+    for given in ((x1, norm_passes.apply), (small, norm_passes.apply_upsampled)):
         want = run(False, *given)
         with dependent_launches():
             got = run(True, *given)

@@ -18,7 +18,7 @@ blocks of channels are of x1 and its C1 channels, the others of x2. What a progr
 others, it keeps at the channel's place in the whole.
 """
 
-from collections.abc import Callable
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..registry.choose import select
 from ..registry.cost import CACHE, of_passes
-from ..registry.kernel import Kernel, Op, configures
+from ..registry.kernel import Kernel, configures
 from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import dependent_launches
 from ..runtime.device import Device, describe
@@ -48,38 +47,19 @@ Params = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 # Sixteen to 32 elements a thread, so that each thread has two or more 16-byte loads in flight and
 # its accumulators stay within 64 registers; the number of tiles trades the reduction at the end of
 # a program against an even spread of programs over the chip.
-#
+_STATS = PassConfig(4096, 4, 4)
+_SUMS = PassConfig(2048, 8, 4)
 # Sums over the pixels of a tile go from warp to warp through shared memory, number by number, each
 # lane's eight channels one after the other: the lanes are then 128 bytes apart with four warps, on
-# one bank. One warp needs none of it, and in large images it is the faster (`_pass`).
-_STATS_CONFIGS = [
-    PassConfig(4096, 4, 4),
-    PassConfig(2048, 4, 4),
-    PassConfig(4096, 8, 4),
-    PassConfig(8192, 4, 8),
-    PassConfig(2048, 8, 4),
-    PassConfig(2048, 16, 4),
-    PassConfig(4096, 16, 4),
-    PassConfig(4096, 8, 8),
-    PassConfig(1024, 8, 1),
-    PassConfig(1024, 16, 1),
-    PassConfig(512, 16, 1),
-    PassConfig(512, 32, 1),
-    PassConfig(1024, 16, 2),
-]
-_SUMS_CONFIGS = [
-    PassConfig(2048, 8, 4),
-    PassConfig(2048, 4, 4),
-    PassConfig(4096, 4, 8),
-    PassConfig(4096, 8, 8),
-    PassConfig(2048, 16, 4),
-    PassConfig(1024, 16, 4),
-    PassConfig(512, 16, 1),
-    PassConfig(512, 8, 1),
-    PassConfig(256, 16, 1),
-    PassConfig(1024, 8, 2),
-]
-_ONE_WARP = PassConfig(512, 16, 1)  # of both lists
+# one bank. One warp needs none of it, and from two rounds of programs on either pass was faster
+# with it, at every shape that was timed.
+_ONE_WARP = PassConfig(512, 16, 1)
+
+
+def _config(few: PassConfig, xs: Halves) -> PassConfig:
+    """That of a pass that takes sums: this one, where there are few programs."""
+    round_ = describe(xs[0].device).busy * _ONE_WARP.tile * _ONE_WARP.tiles
+    return _ONE_WARP if math.prod(extent(xs)) >= 2 * round_ else few
 
 
 def _cut(xs: Halves, config: PassConfig) -> PassGrid:
@@ -113,55 +93,18 @@ def spec_of(xs: Halves, num_groups: int, **rest: Any) -> NormSpec:
 KEY = ("pixels", "c1", "c", "groups", "dtype")  # on which a measurement of the ops depends
 
 
-def _pass(name: str, listed: list[PassConfig]) -> Op:
-    """A pass, whose configurations are these."""
-
-    def configs(spec: NormSpec, gpu: Device) -> list[PassConfig]:
-        # from two rounds of programs on every shape that was timed had a faster pass with it
-        large = spec.elements >= 2 * gpu.busy * _ONE_WARP.tile * _ONE_WARP.tiles
-        return [_ONE_WARP, *listed] if large and _ONE_WARP in listed else listed
-
-    return Op(name, KEY, (Kernel("pass", PassConfig, lambda *_: None, configs),), similar=False)
-
-
-STATS = _pass("group_norm_stats", _STATS_CONFIGS)
-SUMS = _pass("group_norm_sums", _SUMS_CONFIGS)
-
-
-def _chosen(op: Op, xs: Halves, num_groups: int, run: Callable[[PassConfig], Tensor]) -> PassConfig:
-    spec = spec_of(xs, num_groups, grad=op is SUMS)
-    return select(op, spec, describe(xs[0].device), run).config
-
-
-def stream_partials(xs: Halves, num_groups: int, config: PassConfig | None = None) -> Tensor:
+def stream_partials(xs: Halves) -> Tensor:
     """The sums of x that `norm_table` wants: float32 [N, K, 2, C]."""
-    if config is None:
-
-        def run(c: PassConfig) -> Tensor:
-            partials = stream_partials(xs, num_groups, c)
-            return partials if partials.shape[1] == 1 else partials[:, :, 0].sum(1)
-
-        config = _chosen(STATS, xs, num_groups, run)
+    config = _config(_STATS, xs)
     return partials_of(xs, _cut(xs, config), config.num_warps)
 
 
 def stream_sums(
-    xs: Halves,
-    dy: Tensor,
-    stats: Tensor,
-    params: Params,
-    activation: str,
-    config: PassConfig | None = None,
+    xs: Halves, dy: Tensor, stats: Tensor, params: Params, activation: str
 ) -> tuple[Tensor, Tensor]:
     """D and E of every chunk, float32 [N, K, 2, C], and the table of mean, rstd, gain and offset,
     float32 [N, 4, C]."""
-    if config is None:
-
-        def run(c: PassConfig) -> Tensor:
-            sums, _ = stream_sums(xs, dy, stats, params, activation, c)
-            return sums if sums.shape[1] == 1 else sums.sum(1)
-
-        config = _chosen(SUMS, xs, stats.shape[2], run)
+    config = _config(_SUMS, xs)
     n, _, c = extent(xs)
     table = _empty((n, 4, c), dtype=torch.float32, device=dy.device)
     grid = _cut(xs, config)
@@ -259,7 +202,7 @@ def params_grad(
 
 @configures("multi_pass")
 class MultiPass(NamedTuple):
-    """Each pass has a configuration of its own."""
+    """Each pass has its own configuration."""
 
 
 def _forward(_: MultiPass, xs: Halves, num_groups: int, eps: float, params: Params, act: str):
@@ -267,7 +210,7 @@ def _forward(_: MultiPass, xs: Halves, num_groups: int, eps: float, params: Para
     stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
     if hw == 0:
         return _empty((*x.shape[:3], c), dtype=x.dtype, device=x.device), stats
-    partials = stream_partials(xs, num_groups)
+    partials = stream_partials(xs)
     args = (num_groups, *params[:2], eps, *params[2:])
     with dependent_launches():  # as `following`
         table = norm_table((partials,), (hw,), *args, stats_out=stats)

@@ -10,11 +10,9 @@ from typing import NamedTuple
 
 import triton
 
-from ..registry.kernel import configures
 from ..runtime.device import Device
 
 
-@configures("pass")
 class PassConfig(NamedTuple):
     """What a program of a pass does."""
 

@@ -14,9 +14,6 @@ from torch import Tensor
 from ..activations import check_activation, rounded_grad
 from ..noise.dropout import WORD, Mask, mask_arguments
 from ..reductions.row_sums import RowSums
-from ..registry.choose import select
-from ..registry.kernel import Kernel, Op
-from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
@@ -27,66 +24,18 @@ from .tables import Statistics, covering_groups
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-# Sixteen to 32 elements a thread: two or more 16-byte loads in flight, few registers. The first of
-# each list is taken unless another was measured to be faster.
-APPLY_CONFIGS = [
-    PassConfig(4096, 1, 4),
-    PassConfig(2048, 2, 4),
-    PassConfig(4096, 2, 4),
-    PassConfig(2048, 4, 4),
-    PassConfig(2048, 1, 4),
-    PassConfig(4096, 4, 4),
-    PassConfig(8192, 1, 8),
-    PassConfig(8192, 2, 8),
-]
-# Where the first tile is asked for before the table is there: all there is of them
-_EARLY_CONFIG = PassConfig(4096, 1, 4)
-_DX_CONFIGS = [
-    PassConfig(2048, 2, 4),
-    PassConfig(2048, 4, 4),
-    PassConfig(4096, 2, 8),
-    PassConfig(2048, 1, 4),
-    PassConfig(4096, 1, 8),
-    PassConfig(4096, 1, 4),
-]
-
-# Fewer rows to be summed later
-_SUMS_DX_CONFIGS = [
-    PassConfig(2048, 4, 4),
-    PassConfig(2048, 8, 4),
-    PassConfig(4096, 4, 8),
-    PassConfig(2048, 2, 4),
-    PassConfig(4096, 2, 8),
-]
+# Sixteen to 32 elements a thread: two or more 16-byte loads in flight, few registers
+_APPLY = PassConfig(4096, 1, 4)
+_DX = PassConfig(2048, 2, 4)
+_DX_OF_ACT = PassConfig(2048, 1, 4)  # as measured of five shapes of 32x32 and 64x64
+_SUMMED_DX = PassConfig(2048, 4, 4)  # fewer rows to be summed later
 # A quarter of the pixels in the upsampled half, but four of each tensor at a time
-_UPSAMPLED_DX_CONFIGS = [
-    PassConfig(4096, 1, 4),
-    PassConfig(4096, 2, 4),
-    PassConfig(8192, 1, 8),
-    PassConfig(2048, 2, 4),
-]
+_UPSAMPLED_DX = PassConfig(4096, 1, 4)
 
 _MIN_PIXELS = 4  # what norm_dx makes one of with upsample1
 _PROGRAMS = 2  # a multiprocessor, that make sums of their own: with fewer, each has fewer tiles
 _OF_TABLE = (1024, 1, 4)  # `apply_upsampled`: four pixels are written for each that is read
 MIN_TILE = 1024  # eight elements a thread
-
-
-def _dx_configs(spec: NormSpec, gpu: Device) -> list[PassConfig]:
-    if spec.upsampled:
-        return _UPSAMPLED_DX_CONFIGS
-    return _SUMS_DX_CONFIGS if spec.sums else _DX_CONFIGS
-
-
-_APPLY = Kernel("pass", PassConfig, lambda *_: None, lambda *_: APPLY_CONFIGS)
-_DX = Kernel("pass", PassConfig, lambda *_: None, _dx_configs)
-APPLY = Op("norm_apply", ("h", "w", "c1", "c2", "dtype", "activation"), (_APPLY,), similar=False)
-DX = Op(
-    "norm_dx",
-    ("h", "w", "c1", "c2", "upsampled", "dtype", "activation", "sums", "adds"),
-    (_DX,),
-    similar=False,
-)
 
 
 def cut(n: int, hw: int, c1: int, c2: int, config: PassConfig, gpu: Device) -> PassGrid:
@@ -104,7 +53,6 @@ def apply(
     mask: Mask | None = None,
     early: bool = False,
     tf32: bool = False,
-    config: PassConfig | None = None,
 ) -> Tensor:  # [N, H, W, C1 + C2], dtype of x1
     """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask. Its words, if it has
     any, are written.
@@ -118,21 +66,12 @@ def apply(
     n, h, w, c1 = x1.shape
     c2 = check_second(x2, n, h, w)
     check_shape("table", table, n, 4, c1 + c2)
-    if config is None and early:
-        config = _EARLY_CONFIG
-    if config is None:
-        spec = NormSpec(n, dtype_name(x1.dtype), h, w, c1, c2, activation=activation)
-
-        def run(c: PassConfig) -> Tensor:
-            return apply(x1, x2, table, activation, tf32=tf32, config=c)
-
-        config = select(APPLY, spec, describe(x1.device), run).config
     assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
     overlap = overlapping(x1.device, 0)  # of any size, see `early`
     if a.numel():
         launch_apply(
-            x1, x2, a, activation, (channel_block(c1, c2), *config), overlap, table=table,
+            x1, x2, a, activation, (channel_block(c1, c2), *_APPLY), overlap, table=table,
             mask=mask, early=early and bool(overlap), tf32=tf32,
             wanted=describe(x1.device).busy, least_tile=MIN_TILE,
         )  # fmt: skip
@@ -149,7 +88,6 @@ def apply_upsampled(
     keep: bool = True,
     early: bool = False,
     tf32: bool = False,
-    config: tuple[int, int, int, int] | None = None,  # as of `launch_apply`
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; [N, H, W, C1], both in the dtype of x1
     """act(norm(x)) of x = upsample(x1) beside x2, where every pixel of x1 becomes a 2x2 block; and
     upsample(x1), to `keep` it for its other readers. `early` as in `apply`. With `corners` only the
@@ -164,7 +102,7 @@ def apply_upsampled(
     a = _empty((n, h, w, c1 + c2), dtype=x1.dtype, device=x1.device)
     large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if keep else None
     if n:
-        config = (channel_block(c1, c2), *_OF_TABLE) if config is None else config
+        config = (channel_block(c1, c2), *_OF_TABLE)
         overlap = overlapping(x1.device, 0)  # of any size, see `early`
         options = {"up": True, "corners": corners, "early": early and bool(overlap), "tf32": tf32}
         launch_apply(x1, x2, a, activation, config, overlap, table=table, large=large, **options)
@@ -241,6 +179,12 @@ def _cut(
     return programs(), (pb1, pb2, cb1, cb2), masked, (tiles, block_p, block_c)
 
 
+def _dx_config(upsampled: bool, summed: bool, of_act: bool) -> PassConfig:
+    if upsampled:
+        return _UPSAMPLED_DX
+    return _SUMMED_DX if summed else _DX_OF_ACT if of_act else _DX
+
+
 def norm_dx(
     dz: Tensor,  # [N, H, W, C1 + C2]
     x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
@@ -256,7 +200,6 @@ def norm_dx(
     upsample1: bool = False,
     tf32: bool = False,
     out: Tensor | None = None,  # as x1; may be dz if there is no x2
-    config: PassConfig | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx1 = p dz + q x1 + r + add1 + add1_second and dx2 alike, in the dtype of their x, each sum
     rounded once.
@@ -290,19 +233,7 @@ def norm_dx(
             check_nhwc(name, x)
             check_shape(name, x, n, *shape)
     adds = (add1, add1_second, add2)
-    if config is None:
-        summed = sums is not False
-        spec = NormSpec(
-            n, dtype_name(dz.dtype), h, w, c1, c2, activation=activation, grad=True,
-            upsampled=upsample1, sums=summed, adds=sum(x is not None for x in adds),
-        )  # fmt: skip
-        tensors = dz, x1, x2, coeff, add1, add2, add1_second
-        rest = {"table": table, "activation": activation, "upsample1": upsample1}
-
-        def run(c: PassConfig) -> Tensor:
-            return norm_dx(*tensors, summed, **rest, config=c)[0]
-
-        config = select(DX, spec, describe(dz.device), run).config
+    config = _dx_config(upsample1, sums is not False, table is not None)
     grid = cut(n, h * w, c1, c2, config, describe(dz.device))
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device) if out is None else out
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)

@@ -251,8 +251,6 @@ class NormSpec(Spec):
     dx: bool = True  # of a gradient: whether that of x is wanted, not of parameters alone
     upsampled: bool = False  # x1 is half as high and wide
     tiles: tuple[int, ...] = ()  # an image is in its partial sums, if there are any; of each half
-    sums: bool = False  # also sums of the gradient over pixels
-    adds: int = 0  # tensors that are added to the gradient
     keep: bool = False  # x1 upsampled is returned as well
     mask: bool = False  # dropout
     corners: bool = False  # only one pixel of four that are equal is written
