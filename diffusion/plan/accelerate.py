@@ -22,7 +22,7 @@ from .calls.table import launch_kernels, launch_reference
 from .execute import Streams, run_moves
 from .graph import PlanError, Value
 from .numbers_as_tensors import are_tensors
-from .record import is_recording
+from .record.notes import is_recording
 from .trees import flatten, holds_tensors, leaves
 
 # Held while a module is recorded, when its parameters are others, and while they are read

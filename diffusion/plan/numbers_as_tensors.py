@@ -14,7 +14,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from .graph import PlanError
-from .record import Call, Recording, record
+from .record.record import record
+from .record.recording import Call, Recording
 from .trace import plain_layers
 from .trees import leaves
 

@@ -26,7 +26,8 @@ from .lower.draws import draw
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood
 from .reads import Reads, reads_of
-from .record import Call, Recording, record
+from .record.record import record
+from .record.recording import Call, Recording
 from .trees import flatten, holds_tensors, leaves
 from .views import View, whole
 

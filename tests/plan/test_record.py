@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from diffusion.plan.graph import PlanError
-from diffusion.plan.record import record
+from diffusion.plan.record.record import record
 
 
 class Net(nn.Module):

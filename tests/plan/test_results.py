@@ -1,4 +1,4 @@
-"""What `diffusion.plan.results` says of calls, beside PyTorch's own on the meta device."""
+"""What `diffusion.plan.record.results` says of calls, beside PyTorch's own on the meta device."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from diffusion.factory import build_model
 from diffusion.plan import record as recording
-from diffusion.plan.results import known_result
+from diffusion.plan.record.results import known_result
 from diffusion.plan.step.plan import body
 from diffusion.plan.trace import trace
 from diffusion.presets import preset

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..graph import Value, numbered
-from ..own_functions import OwnFunction
+from ..record.own_functions import OwnFunction
 from ..views import View, whole
 from .shapes import to
 from .table import Lowering, call_arguments, each, lowers

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from .graph import PlanError
+from ..graph import PlanError
 
 
 class OwnFunction:

@@ -1,0 +1,232 @@
+"""Sees what Python calls while a module is recorded, before PyTorch takes it apart.
+
+Layers that are one op in a plan but several in PyTorch are noted as one (`_WHOLE`), others are
+called in another way (`composites`), and what no plan does is refused."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ..graph import PlanError
+from .composites import INSTEAD
+from .notes import Notes, unwrapped
+from .own_functions import OwnFunction, forward_of
+
+_ATEN = torch.ops.aten
+# Linear and matmul would be products of rearranged matrices, attention and dropout what PyTorch
+# makes of them for one device.
+_WHOLE = {
+    F.linear: _ATEN.linear.default,
+    torch.matmul: _ATEN.matmul.default,
+    Tensor.matmul: _ATEN.matmul.default,
+    Tensor.__matmul__: _ATEN.matmul.default,
+    F.scaled_dot_product_attention: _ATEN.scaled_dot_product_attention.default,
+    F.dropout: _ATEN.dropout.default,
+    F.one_hot: _ATEN.one_hot.default,
+}
+_READS = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__)
+_INSTEAD = {Tensor.data.__get__: Tensor.detach}  # the former calls no op
+_NUMBERS = frozenset(  # names of what has to know a tensor's numbers
+    "item tolist numpy __bool__ __int__ __float__ __index__ nonzero argwhere unique bincount"
+    " masked_select".split()
+)
+_WRITES = frozenset(  # names of what writes to its first argument, besides those that end in _
+    f"__{name}__"
+    for name in "setitem iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor".split()
+)
+
+
+class ByDevice(Exception):
+    """What is recorded depends on the tensors' device: the module is, or has begun a block, under
+    autocast, or its result says where they are."""
+
+
+def casts() -> bool:
+    return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
+
+
+class Functions(TorchFunctionMode):
+    """Within it PyTorch's functions are called as a recording needs them."""
+
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()
+        self.notes = notes
+        self.detached: dict[int, Tensor] = {}  # by their memory
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs, notes = kwargs or {}, self.notes
+        if not notes.shapes.by_device and casts():
+            raise ByDevice
+        function = _INSTEAD.get(function, function)
+        name = getattr(function, "__name__", "")
+        self._refuse(function, name, args, kwargs)
+        with notes.under(name):
+            if function in INSTEAD:
+                with self:
+                    result = INSTEAD[function](*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
+            target = None if notes.within else _WHOLE.get(function)
+            arguments = target and self._arguments(target, args, kwargs)
+            if not arguments:
+                if function == Tensor.__getitem__:
+                    args = (args[0], _with_tensors(args[1]))
+                if not notes.shapes.by_device:
+                    function, args, kwargs = _of_numbers(function, args, kwargs)
+                result = self._called(function, name, args, kwargs)
+                if name == "detach":
+                    self.detached[result.untyped_storage()._cdata] = result
+                return result
+            given, named = pytree.tree_map_only(Tensor, self._inner, arguments)
+            args, kwargs = pytree.tree_map_only(Tensor, self._functional, (args, kwargs))
+            with notes.whole():
+                result = function(*args, **kwargs)
+            notes.note(target, given, named, self._inner(result))
+            return result
+
+    def own(self, function: type, args: tuple) -> Any:
+        """The result of an autograd.Function, which is noted as one call."""
+        notes = self.notes
+        if casts():
+            raise self._refused(f"{function.__name__}, an autograd.Function, under autocast")
+        with torch._C.DisableTorchFunction():  # what is read here is not the forward's
+            given = pytree.tree_map_only(Tensor, self._inner, args)
+            args = pytree.tree_map_only(Tensor, self._functional, args)
+        notes.own = True
+        try:
+            with notes.whole():
+                result = forward_of(function, args)
+        finally:
+            notes.own = False
+        made = [result] if isinstance(result, Tensor) else result
+        if not isinstance(made, list | tuple) or not all(isinstance(x, Tensor) for x in made):
+            raise self._refused(f"{function.__name__}, whose results are not all tensors,")
+        with torch._C.DisableTorchFunction():
+            inner = pytree.tree_map_only(Tensor, self._inner, result)
+        with notes.under(function.__name__):
+            notes.note(OwnFunction(function, len(made)), given, {}, inner)
+        return result
+
+    def _called(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Its result. PlanError: it would need the numbers of a tensor that has none."""
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            by_mask = name == "__getitem__" and "nonzero" in str(error)
+            if name not in _NUMBERS and not by_mask:
+                raise
+            why = f"{name} of a tensor, whose numbers are not known before the call,"
+            raise self._refused(why) from error
+
+    def _refuse(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        """What a recording does not see: which tensors have gradients, and one that keeps its
+        gradient while its numbers are written to."""
+        if function in _READS:
+            raise self._refused(
+                f"{function.__self__.__name__} of a tensor, which the forward reads,"
+            )
+        if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # slower than PyTorch's as one
+            raise self._refused(f"{name}, which would be a node for each step of a sequence,")
+        if function == Tensor.data.__set__:
+            raise self._refused("data of a tensor, which the forward sets,")
+        writes = name in _WRITES or (name.endswith("_") and not name.startswith("_"))
+        written = kwargs.get("out", args[0] if writes and args else None)
+        if isinstance(written, Tensor) and torch._is_functional_tensor(written):
+            given = self.notes.given.get(id(unwrapped(written)))
+            if id(written) in self.notes.kept and not name.startswith("requires_grad"):
+                return
+            if given and not name.startswith("requires_grad"):
+                line = self.notes.lines.of(sys._getframe(1))
+                raise PlanError(f"the module changes {given} in its forward ({line})")
+        elif isinstance(written, Tensor) and not name.startswith("requires_grad"):
+            raise self._refused(f"{name} of a tensor with numbers, which the forward writes to,")
+        if not self.notes.found.differentiable:
+            return
+        if name == "requires_grad_" or function == Tensor.requires_grad.__set__:
+            raise self._refused("requires_grad of a tensor, which the forward sets,")
+        if name == "detach_" or not isinstance(written, Tensor):
+            return
+        if not (written.is_floating_point() or written.is_complex()):
+            return
+        if not torch.is_grad_enabled():
+            raise self._refused(f"{name} under no_grad")
+        if written.untyped_storage()._cdata in self.detached:
+            raise self._refused(f"{name} of what has been detached, or is called .data,")
+
+    def _refused(self, why: str) -> PlanError:
+        line = self.notes.lines.of(sys._getframe(1))
+        return PlanError(f"{why} has no place in a plan ({line})")
+
+    def _functional(self, x: Tensor) -> Tensor:
+        """x, or for a tensor that has numbers one that is traced as those are that have none, since
+        PyTorch's functionalization takes either, and some ops not both."""
+        inner = self._inner(x)
+        if torch._is_functional_tensor(x) and inner is unwrapped(x):
+            return x
+        level = torch._C._functorch.peek_interpreter_stack().level()
+        return torch._C._functorch._wrap_functional_tensor(inner, level)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        """What a functional tensor stands for now."""
+        if torch._is_functional_tensor(x):
+            torch._sync(x)
+            x = unwrapped(x)
+        return self.notes.shaped(x)
+
+    def _arguments(
+        self, target: Any, args: Sequence, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict] | None:
+        """As the op has them, by place and by name; None: the call says more than the op can."""
+        if target is _ATEN.dropout.default:  # of torch.nn.functional: p, training, inplace
+            given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+            if given.get("inplace", False):  # which drops nothing, see `composites`
+                return None
+            return (given["input"], given.get("p", 0.5), given.get("training", True)), {}
+        return _in_order(target, args, kwargs)
+
+
+def _with_tensors(index: Any) -> Any:
+    """An index whose lists of numbers are tensors, which the recording sees."""
+    if isinstance(index, tuple):
+        return tuple(map(_with_tensors, index))
+    is_list = isinstance(index, list) and index
+    if is_list and all(isinstance(i, int) for i in pytree.tree_leaves(index)):
+        return torch.tensor(index)
+    return index
+
+
+def _of_numbers(function: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """A call that makes a tensor of numbers, without its device, on which they would be lost."""
+    if function == Tensor.new_tensor:
+        function, dtype = torch.tensor, kwargs.get("dtype") or args[0].dtype
+        args, kwargs = args[1:], kwargs | {"dtype": dtype}
+    if function in (torch.tensor, torch.as_tensor, torch.asarray):
+        data = kwargs.get("data", args[:1])
+        if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(data)):
+            kwargs = {k: v for k, v in kwargs.items() if k != "device"}
+            args = args[:1] if function is torch.tensor else args[:2]  # the third is the device
+    return function, args, kwargs
+
+
+def _in_order(target: Any, args: Sequence, kwargs: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """In the order of the op's schema; None: one without a default is missing."""
+    schema = target._schema.arguments
+    names = [a.name for a in schema if not a.kwarg_only]
+    kwargs = dict(kwargs)
+    if "tensor" in kwargs:  # as torch.nn.functional.one_hot calls it
+        kwargs["self"] = kwargs.pop("tensor")
+    given = dict(zip(names, args, strict=False)) | kwargs
+    positional = []
+    for argument in schema:
+        if argument.kwarg_only:
+            continue
+        if argument.name not in given and not argument.has_default_value():
+            return None
+        positional.append(given.pop(argument.name, argument.default_value))
+    return tuple(positional), given

@@ -1,0 +1,103 @@
+"""What a module may have when it is recorded, and that it is the same module behind it."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from ..graph import PlanError
+from ..trees import flatten
+
+
+def refuse_parts(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        where = name or type(part).__name__
+        if isinstance(part, torch.jit.ScriptModule):
+            raise PlanError(
+                f"a module of TorchScript, which hides its calls, has no plan ({where})"
+            )
+        if part._backward_hooks or part._backward_pre_hooks:
+            raise PlanError(f"a backward hook has no place in a plan ({where} has one)")
+
+
+def refuse_silent_hooks(module: nn.Module) -> None:
+    """Until attributes are what they were: a forward hook that returns nothing keeps or prints what
+    it gets, which it would get once, without numbers."""
+
+    def heard(name: str, hook: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = hook(*args, **kwargs)
+            if result is None:
+                raise PlanError(
+                    f"a forward hook that returns nothing has no place in a plan ({name})"
+                )
+            return result
+
+        return call
+
+    for name, part in module.named_modules():
+        if part._forward_hooks:
+            where = name or type(part).__name__
+            hooks = ((key, heard(where, hook)) for key, hook in part._forward_hooks.items())
+            vars(part)["_forward_hooks"] = OrderedDict(hooks)
+
+
+def refuse_changes(leaves: list[Any], spec: pytree.TreeSpec, given: tuple) -> None:
+    """Of a list or a dict among the arguments, which the caller has again behind the call."""
+    now, spec_now = flatten(given)
+    if spec_now != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
+        raise PlanError("the module changes a list, a dict or a dataclass among its arguments")
+
+
+def places_of(module: nn.Module) -> dict[str, str]:
+    """Where tensors of the module's states are, and under which name each comes: a tensor may be of
+    several parts, and a part, which is here once, of several others."""
+    first = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
+    every = (
+        (f"{name}." * bool(name) + key, x)
+        for name, part in module.named_modules()
+        for key, x in (part._parameters | part._buffers).items()
+    )
+    return {place: first[id(x)] for place, x in every if x is not None}
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Behind the block attributes, and what is in their dicts and lists, are what they were: a
+    module may keep tensors from call to call, and those of a recording have no numbers."""
+    before = [(part, dict(vars(part))) for part in module.modules()]
+    inside: dict[int, tuple] = {}
+    for _, attributes in before:
+        _note_containers(attributes, inside)
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)
+        for x, was in inside.values():
+            if isinstance(x, dict) and not _same(list(x.items()), list(was.items())):
+                x.clear()
+                x.update(was)
+            elif isinstance(x, list) and not _same(x, was):
+                x[:] = was
+
+
+def _same(a: list, b: list) -> bool:
+    """Whether the same objects are in both."""
+    a, b = (
+        [id(y) for x in given for y in (x if isinstance(x, tuple) else (x,))] for given in (a, b)
+    )
+    return a == b
+
+
+def _note_containers(x: dict | list, found: dict[int, tuple]) -> None:
+    """The dicts and lists in it, and in these, with copies, by their ids."""
+    for y in list(x.values() if isinstance(x, dict) else x):
+        if isinstance(y, dict | list) and id(y) not in found:
+            found[id(y)] = y, dict(y) if isinstance(y, dict) else list(y)
+            _note_containers(y, found)

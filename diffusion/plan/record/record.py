@@ -1,0 +1,143 @@
+"""Records what a module calls: it runs once over tensors with shapes and dtypes but no numbers, and
+every PyTorch call that reaches a kernel is recorded with its source line.
+
+Functionalization turns in-place changes of a tensor into new tensors (`notes`). Layers that are one
+op in a plan but several in PyTorch are recorded as one (`functions`).
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import stateless
+
+from ..draws import refused, states
+from ..graph import PlanError
+from ..trees import flatten
+from .functions import ByDevice, Functions, casts
+from .module import (
+    attributes_kept,
+    places_of,
+    refuse_changes,
+    refuse_parts,
+    refuse_silent_hooks,
+)  # fmt: skip
+from .notes import Notes, Shapes
+from .own_functions import noted_by
+from .recording import Recording
+
+
+def record(
+    module: nn.Module, args: tuple, kwargs: dict[str, Any], forward: Callable | None = None
+) -> Recording:
+    """What module(*args, **kwargs) calls, or a function of the module in its place. Tensors of the
+    recording are on the `meta` device; under autocast, also of the module's own, they say that they
+    are on that of the arguments, on which its casts depend. What the module keeps of the call in
+    its attributes is forgotten.
+
+    PlanError: the forward pass writes to a parameter or an argument, depends on numbers
+    that are not known before, asks which tensors have gradients, or has gradients of its own: of
+    tensors that are no parameters, through hooks, or by writing where none are recorded; or a hook
+    or the forward pass does what no plan does, such as to append to a list that it was given.
+    ValueError and TypeError are the module's own.
+    """
+    # a module that is compiled may be planned in its first call
+    run = torch._disable_dynamo(_record) if "torch._dynamo" in sys.modules else _record
+    call, by_device, before = (module, args, kwargs, forward or module), casts(), states()
+    try:
+        found = run(*call, by_device)
+    except ByDevice:
+        by_device = True
+        found = run(*call, by_device)
+    # this thread may have drawn, or another
+    return found if states() == before else run(*call, by_device, draws=False)
+
+
+def _record(
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    forward: Callable,
+    by_device: bool,
+    draws: bool = True,  # may generators of the host be asked; False: PlanError
+) -> Recording:
+    leaves, spec = flatten((args, kwargs))
+    differentiable = torch.is_grad_enabled()
+    refuse_parts(module)
+    with ExitStack() as stack:
+        stack.enter_context(attributes_kept(module))
+        refuse_silent_hooks(module)
+        # in inference mode PyTorch takes nothing apart, and writes in place
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(differentiable))
+        fakes = FakeTensorMode(allow_non_fake_inputs=True) if by_device else None
+        shapes = Shapes(stack.enter_context(fakes) if by_device else None)
+        states = [
+            {name: shapes.of(x) for name, x in named()}
+            for named in (module.named_parameters, module.named_buffers)
+        ]
+        inputs = [shapes.of(x) if isinstance(x, Tensor) else x for x in leaves]
+        found = Recording(inputs, *states, differentiable)
+        notes, places = Notes(module, found, shapes), places_of(module)
+        made, result_spec = [], None
+
+        def run(given: dict[int, Tensor], states: dict[str, Tensor]) -> dict[int, Tensor]:
+            nonlocal made, result_spec  # since functionalization's trees make a tuple of a shape
+            leaves = [given.get(i, x) for i, x in enumerate(inputs)]
+            notes.kept = {id(states[name]) for name in found.buffers}
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            states = {place: states[name] for place, name in places.items()}
+            before = dict(states)
+            with (
+                stateless._reparametrize_module(module, states),
+                Functions(notes) as functions,
+                noted_by(functions.own),
+                nullcontext() if draws else refused(notes.lines.of),
+            ):
+                result = forward(*args, **kwargs)
+            for place, x in before.items():  # in which the call leaves what is there behind it
+                if states[place] is not x:
+                    raise PlanError(f"the module sets {place} in its forward")
+            refuse_changes(leaves, spec, (args, kwargs))
+            made, result_spec = flatten(result)
+            return _tensors_of(made)
+
+        with notes:
+            try:
+                tensors = torch.func.functionalize(run)(_tensors_of(inputs), states[0] | states[1])
+                if not by_device and any(_is_meta(x) for x in made):
+                    raise ByDevice
+                made = [tensors.get(i, x) for i, x in enumerate(made)]
+                found.result = pytree.tree_unflatten(made, result_spec)
+            except (ValueError, TypeError, PlanError, ByDevice):
+                raise
+            except Exception as error:
+                why = f"{type(module).__name__} cannot be traced: {_reason(error)}"
+                raise PlanError(
+                    f"{why} ({notes.lines.of_error(error, sys._getframe())})"
+                ) from error
+    return found
+
+
+def _tensors_of(leaves: list[Any]) -> dict[int, Tensor]:
+    return {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+
+
+def _is_meta(x: Any) -> bool:
+    return isinstance(x, torch.device) and x.type == "meta"
+
+
+def _reason(error: Exception) -> str:
+    """What PyTorch said, or what it meant."""
+    text = str(error).strip()
+    if "setup_context" in text:
+        return (
+            "it calls an autograd.Function, whose backward a trace does not see"
+            " (torch.utils.checkpoint has none with use_reentrant=False)"
+        )
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,35 @@
+"""A recording: each call of PyTorch that a module makes, and the tensors that these begin with."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Call:
+    """One call of PyTorch. Tensors are known by their `id`."""
+
+    target: torch._ops.OpOverload
+    args: tuple
+    kwargs: dict[str, Any]
+    result: Any  # a tensor, or several
+    function: str  # what Python called, such as fft_rfft
+    source: str  # the line, and the module that the line was run for
+    differentiable: bool  # False: gradients are recorded around the module, but not here
+
+
+@dataclass
+class Recording:
+    """All calls in their order, and the tensors that they start from. Every tensor is alive, so
+    that no two have one `id`."""
+
+    inputs: list[Tensor | Any]  # leaves of (args, kwargs)
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    differentiable: bool  # whether gradients are recorded, where the module is called
+    calls: list[Call] = field(default_factory=list)
+    constants: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in place of which
+    written: dict[str, Tensor] = field(default_factory=dict)  # buffers, and what they are behind it
+    result: Any = None
