@@ -40,9 +40,11 @@ from .calls.table import Kernels
 from .graph import PlanError
 from .inference import sampling_plan
 from .inference1d import real_time_plan
-from .printed import Page, draw, page, table
+from .printed.page import Page, page
+from .printed.step import step_page
+from .printed.text import table
+from .printed.timeline import draw
 from .step.network import TrainingUNet, step_kernels
-from .step.printed import step_page
 
 _MODELS = CONFIGS / "model"
 _CHANGE = "model."  # begins the name of a setting of the model
@@ -169,6 +171,15 @@ def _plan(
     return sampling_plan(network, shape, device, kernels, gpu.gpu, tokens), gpu, kernels
 
 
+def _title(given: dict[str, str], changed: dict[str, Any]) -> str:
+    """Of a picture: what it is of, as the command line says it."""
+    named = given | {f"{_CHANGE}{name}": value for name, value in changed.items()}
+    said = (
+        f"{k}={v}" for k, v in named.items() if v not in ("", None) and k not in ("model", "out")
+    )
+    return f"{given['model']}: {', '.join(said)}"
+
+
 def main(arguments: list[str]) -> None:
     given = settings(arguments)
     try:
@@ -187,7 +198,7 @@ def main(arguments: list[str]) -> None:
     if out is not None:
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
-            draw(found, out)
+            draw(found, out, _title(given, changed))
         print(f"timeline: {out}")
 
 

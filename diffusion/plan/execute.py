@@ -67,8 +67,8 @@ class Streams:
         if not self._is_gpu or alone:
             yield
             return
-        chain = torch.cuda.current_stream()
-        stream = self._others[move.stream - 1] if move.stream else chain
+        main = torch.cuda.current_stream()
+        stream = self._others[move.stream - 1] if move.stream else main
         for other in move.waits:
             stream.wait_event(self._done[other])
         if move.stream:

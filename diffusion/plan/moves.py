@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from .graph import Node, Value
 
-# streams: the current one, that of pieces of work, and of held ones
-CHAIN, BESIDE, THIRD = range(3)
+# streams: the current one, of the critical path; that of pieces of work; and of held ones
+MAIN, SECOND, THIRD = range(3)
 
 
 @dataclass(eq=False)
@@ -14,17 +14,17 @@ class Move:
     """One action of the runner.
 
     what        stream            action
-    begin       chain             none: waiting for it means waiting for everything before it
-    launch      chain             launches nodes of the critical path
-    beside      beside            launches nodes that the critical path does not wait for
-    weights     beside or third   launches a group of weight gradients
-    weight      beside or third   launches one, after the nodes in `before`
+    begin       main              none: waiting for it means waiting for everything before it
+    launch      main              launches nodes of the critical path
+    beside      second            launches nodes that the critical path does not wait for
+    weights     second or third   launches a group of weight gradients
+    weight      second or third   launches one, after the nodes in `before`
     sums        third             adds up sums for norms and biases; `all sums`: the last of a pass
-    ready       beside or third   reports that weights from `start` on have their gradients
-    take        chain             waits for the embedding
-    embedding   chain             marks the embedding's gradient as complete
-    finish      chain             runs the embedding's layers backward on a separate stream
-    wait        chain             only waits
+    ready       second or third   reports that weights from `start` on have their gradients
+    take        main              waits for the embedding
+    embedding   main              marks the embedding's gradient as complete
+    finish      main              runs the embedding's layers backward on a separate stream
+    wait        main              only waits
 
     Every plan has the first three and the last; only `train.py`'s plan has the others (`step`).
     `hold`, `keep`, `release` and `sync` are from `order` to `streams`, which act on them: no runner
@@ -37,7 +37,7 @@ class Move:
     share: float = 1.0  # of the multiprocessors
     start: int = 0
     before: tuple[Node, ...] = ()  # what belongs to a piece of work, and is launched first
-    stream: int = CHAIN
+    stream: int = MAIN
     waits: tuple["Move", ...] = ()  # of other streams, which have to be done
     is_awaited: bool = False  # by a move of another stream, or its last
     dying: tuple[Value, ...] = ()  # that nobody reads behind it

@@ -1,6 +1,6 @@
 """The order in which the nodes of a plan are issued to the streams, see `streams`.
 
-The forward pass and the critical path of backward run on the current stream: forward nodes in the
+The forward pass and the critical path of backward run on the main stream: forward nodes in the
 order in which the module called them, backward nodes in that of `differentiate`, which follows the
 path through the network. Weight gradients, and what is computed for them alone, are not on this
 path and run beside it. How they are put together depends on where gradients go.
@@ -136,9 +136,9 @@ class _Order:
         self.left = Counter(placed[n.out].name for n in nodes if n.op in WEIGHT_GRADS)
         self.made = {value: node for node in nodes for value in node.outputs.values()}
         self.blocks = self._blocks()
-        images = [[dy for dy in map(_chain_gradient, block) if dy] for block in self.blocks]
+        images = [[dy for dy in map(_path_gradient, block) if dy] for block in self.blocks]
         self.smallest = min(dy.shape[1] * dy.shape[2] for block in images for dy in block)
-        # before it there are chains of blocks; behind it, gradients of weights alone
+        # before it blocks have a critical path; behind it there are gradients of weights alone
         self.last = max(i for i, block in enumerate(images) if block)
         self.moves: list[Move] = []
         self.groups: dict[tuple, list[Node]] = {}
@@ -163,7 +163,7 @@ class _Order:
                 if node.op in WEIGHT_GRADS:
                     self._weight(node, feeding)
                     feeding = []
-                elif self._is_chain(node):
+                elif self._is_on_path(node):
                     dy = _gradient(node)
                     self.pixels = self.pixels if dy is None else _pixels(dy)
                     self.moves.append(Move("launch", (node,), self.pixels if begun else None))
@@ -187,9 +187,9 @@ class _Order:
         """Whether it writes a part of the embedding's gradient."""
         return any(v in self.placed and self.placed[v].name == EMB for v in move.made)
 
-    # --- what is of the chain, and in which block -------------------------------------------------
+    # --- what is on the path, and in which block --------------------------------------------------
 
-    def _is_chain(self, node: Node) -> bool:
+    def _is_on_path(self, node: Node) -> bool:
         if node.op in WEIGHT_GRADS:
             return False
         readers = [r for v in node.outputs.values() for r in self.readers.get(v, ())]
@@ -199,7 +199,7 @@ class _Order:
             (x,) = node.inputs.values()
             maker = self.made.get(x)
             if maker is not None and maker.op == "row_sums":
-                return self._is_chain(maker)
+                return self._is_on_path(maker)
             return maker is not None and maker.op != "pad_channels"
         return True
 
@@ -229,7 +229,7 @@ class _Order:
         pixels = dy.shape[1] * dy.shape[2]
         large = pixels >= LARGER * self.smallest
         if not self.reached:
-            first = next((n for n in nodes if _chain_gradient(n)), None)
+            first = next((n for n in nodes if _path_gradient(n)), None)
             most = max(dy.bytes, first.out.bytes if first else 0)  # of what is held, about
             holds = large and most < MOST_HELD
             self.reached = pixels <= self.smallest
@@ -315,7 +315,7 @@ def _gradient(node: Node) -> Value | None:
     return next((v for v in values if v is not None and len(v.shape) == 4), None)
 
 
-def _chain_gradient(node: Node) -> Value | None:
+def _path_gradient(node: Node) -> Value | None:
     return None if node.op in WEIGHT_GRADS else _gradient(node)
 
 

@@ -26,10 +26,10 @@ from dataclasses import replace
 from itertools import accumulate
 
 from .graph import FREE, Value
-from .moves import BESIDE, CHAIN, THIRD, Move
+from .moves import MAIN, SECOND, THIRD, Move
 
 BEHIND = 1  # pieces
-BUDGET = 384 * 2**20  # bytes; with 64 MiB the chain waits, see docs/tried.md
+BUDGET = 384 * 2**20  # bytes; with 64 MiB the main stream waits, see docs/tried.md
 HELD_BUDGET = 768 * 2**20  # measured at batch 32 of unet64, whose pieces are 15 to 96 MiB
 LARGE = 8 * 2**20  # bytes of a tensor that makes holding a piece worth it
 ALIGNMENT = 256  # bytes
@@ -50,10 +50,12 @@ class _Streams:
     def __init__(self) -> None:
         self.moves: list[Move] = []
         self.last: dict[int, Move] = {}  # of each stream
-        self.asked: dict[int, list[Move]] = {BESIDE: [], THIRD: []}  # that its next one waits for
+        self.asked: dict[int, list[Move]] = {SECOND: [], THIRD: []}  # that its next one waits for
         self.holding = self.released = False
         self.held: list[Move] = []
-        self.given: deque[tuple[Move, Move]] = deque()  # pieces, and the chain's last before each
+        self.given: deque[tuple[Move, Move]] = (
+            deque()
+        )  # pieces, and the main one's last before each
         self.pending: deque[tuple[Move, int]] = deque()  # pieces, and bytes that they read
         self.kept = 0  # bytes that given and pending pieces read
         self._put(Move("begin"))
@@ -90,7 +92,7 @@ class _Streams:
             return
         if move.what == "ready" and self.held:  # a later one will say so, and more
             return
-        self.given.append((move, self.last[CHAIN]))
+        self.given.append((move, self.last[MAIN]))
         self.kept += _bytes(move)
         while len(self.given) > BEHIND:
             self._launch(move.pixels)
@@ -108,11 +110,11 @@ class _Streams:
         """The oldest that was given. It may overlap as what is given now may."""
         piece, before = self.given.popleft()
         if piece.what == "ready" and self.released:  # what was held is complete, too
-            behind = (self.last[BESIDE],) if BESIDE in self.last else ()
+            behind = (self.last[SECOND],) if SECOND in self.last else ()
             self._put(replace(piece, stream=THIRD, waits=(before, *behind)))
             return
-        waits = before, *self._asked_of(BESIDE)
-        made = self._put(replace(piece, stream=BESIDE, waits=waits, pixels=pixels))
+        waits = before, *self._asked_of(SECOND)
+        made = self._put(replace(piece, stream=SECOND, waits=waits, pixels=pixels))
         self.pending.append((made, _bytes(piece)))
 
     def _launch_all(self) -> None:
@@ -124,7 +126,7 @@ class _Streams:
         return asked
 
     def _on_third(self, pieces: Sequence[Move]) -> None:
-        waits = self.last[CHAIN], *self._asked_of(THIRD)
+        waits = self.last[MAIN], *self._asked_of(THIRD)
         for piece in pieces:
             self._put(replace(piece, stream=THIRD, waits=waits, pixels=None))
             waits = ()
@@ -139,7 +141,7 @@ class _Streams:
         self._release()
         self._launch_all()
         self.released = False
-        for stream, other in ((BESIDE, THIRD), (THIRD, BESIDE)):
+        for stream, other in ((SECOND, THIRD), (THIRD, SECOND)):
             if other in self.last:
                 self.asked[stream].append(self.last[other])
 
@@ -152,13 +154,13 @@ def _bytes(move: Move) -> int:
 
 
 def let_go(moves: Sequence[Move], kept: set[Value]) -> None:
-    """Say behind which move nobody reads each value any more, and the chain, whose the memory is,
-    has waited for who does. What is read by nobody it waits for is there to the end."""
+    """Say behind which move nobody reads each value any more, and the main stream, whose the memory
+    is, has waited for who does. What is read by nobody it waits for is there to the end."""
     awaited = {piece: i for i, m in enumerate(moves) if m.what == "wait" for piece in m.waits}
     end_of: dict[Value, int] = {}
     for i, move in enumerate(moves):
         own = {v for node in move.before for v in node.outputs.values()}
-        end = i if move.stream == CHAIN else awaited.get(move, len(moves))
+        end = i if move.stream == MAIN else awaited.get(move, len(moves))
         for value in (*move.reads, *move.made):
             end_of[value] = max(end_of.get(value, 0), i if value in own else end)
     for value, i in end_of.items():

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.goldens import recorded
 from diffusion.plan.__main__ import example
-from diffusion.plan.step.printed import step_page
+from diffusion.plan.printed.step import step_page
 from diffusion.presets import preset
 from diffusion.runs.precompile_worker import train
 from triton_kernels.registry.chips import chip

@@ -11,7 +11,8 @@ CODE = """
 import json, torch
 from diffusion.plan.__main__ import example
 from diffusion.plan.inference import sampling_plan
-from diffusion.plan.printed import flops_of, launched
+from diffusion.plan.printed.flops import flops_of
+from diffusion.plan.printed.kernels import launched
 from diffusion.plan.step.network import step_kernels
 from triton_kernels.registry.chips import chip
 

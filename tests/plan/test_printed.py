@@ -9,7 +9,8 @@ import pytest
 from diffusion.errors import ConfigError
 from diffusion.plan.__main__ import changes, example, main, settings
 from diffusion.plan.build import plan
-from diffusion.plan.printed import flops_of, lines
+from diffusion.plan.printed.flops import flops_of
+from diffusion.plan.printed.page import lines
 from tests.end_to_end.run import run
 from tests.plan.pages_of_steps import STEPS
 from triton_kernels.registry.chips import chip

@@ -9,7 +9,7 @@ from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan import order, streams
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.graph import FREE
-from diffusion.plan.moves import BESIDE, CHAIN, THIRD
+from diffusion.plan.moves import MAIN, SECOND, THIRD
 from diffusion.plan.step.network import TrainingUNet
 from tests.diffusion.test_fused_unet import MODELS, given, make
 from triton_kernels.reference import fused as fused_reference
@@ -136,7 +136,7 @@ def test_a_wait_less_is_a_race(monkeypatch):
     """Of each kind: what the chain, the second and the third stream wait for."""
     monkeypatch.setattr(streams, "BUDGET", 2**18)
     monkeypatch.setattr(streams, "LARGE", 0)
-    for stream in (CHAIN, BESIDE, THIRD):
+    for stream in (MAIN, SECOND, THIRD):
         made = of_step("three_levels")
         assert races(*made) == []
         waiting = [m for m in made[1] if m.stream == stream and m.waits]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diffusion.factory import build_model
-from diffusion.plan import record as recording
+from diffusion.plan.record import notes
 from diffusion.plan.record.results import known_result
 from diffusion.plan.step.plan import body
 from diffusion.plan.trace import trace
@@ -130,7 +130,7 @@ def test_all_calls_of_a_network(name, monkeypatch):
             left.add(target)
         return result
 
-    monkeypatch.setattr(recording, "known_result", held_against)
+    monkeypatch.setattr(notes, "known_result", held_against)
     settings = preset("model", name) | {"num_classes": None}
     network = build_model(settings, TORCH_FP32, (16, 16), 3, False, META).to(META)
     x = torch.empty(2, 16, 16, 3, device=META)

@@ -7,7 +7,7 @@ from diffusion.plan import streams
 from diffusion.plan.build import plan
 from diffusion.plan.calls.table import launch_reference
 from diffusion.plan.graph import FREE
-from diffusion.plan.moves import BESIDE, CHAIN, nodes_of
+from diffusion.plan.moves import MAIN, SECOND, nodes_of
 from diffusion.plan.order import GROUP, SMALL, WEIGHT_GRADS
 from diffusion.plan.streams import alive, rounded
 from tests.plan.networks import network
@@ -38,13 +38,13 @@ def test_weight_gradients_are_in_groups_on_the_second_stream(made):
     """With the sums and casts behind them; nothing of the chain reads what is made there."""
     _, _, p = made
     beside = set()
-    assert all(move.stream == CHAIN for move in p.schedule.forward)
+    assert all(move.stream == MAIN for move in p.schedule.forward)
     for move in p.schedule.backward:
         kinds = [node.op for node in move.all_nodes]
-        if move.stream == CHAIN:
+        if move.stream == MAIN:
             assert not {*kinds} & {*WEIGHT_GRADS} and beside.isdisjoint(move.reads)
             continue
-        assert move.stream == BESIDE and {*kinds} <= {*WEIGHT_GRADS, *SMALL}
+        assert move.stream == SECOND and {*kinds} <= {*WEIGHT_GRADS, *SMALL}
         assert sum(kind in WEIGHT_GRADS for kind in kinds) <= GROUP
         beside |= move.made
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan import order, schedule, streams
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.moves import BESIDE, CHAIN, THIRD
+from diffusion.plan.moves import MAIN, SECOND, THIRD
 from diffusion.plan.step import memory
 from diffusion.plan.step import network as network_module
 from diffusion.plan.step.network import TrainingUNet
@@ -145,9 +145,9 @@ def test_what_is_held_is_released_at_the_smallest_images(streamed, monkeypatch):
     made = streamed()
     at = [made.index(move) for move in held(made)]
     assert len(at) > 2 and at == list(range(at[0], at[-1] + 1))
-    sizes = [pixels(m) for m in made[at[-1] :] if m.stream == CHAIN and pixels(m)]
+    sizes = [pixels(m) for m in made[at[-1] :] if m.stream == MAIN and pixels(m)]
     assert sizes[0] == min(sizes) == 4 * 4
-    before = [pixels(m) for m in made[: at[0]] if m.stream == CHAIN and pixels(m)]
+    before = [pixels(m) for m in made[: at[0]] if m.stream == MAIN and pixels(m)]
     assert min(before) > 4 * 4
 
 
@@ -158,7 +158,7 @@ def test_others_that_wait_change_no_launch(streamed, monkeypatch, large):
     launched, told = [], []
     for urgent in (False, True):
         made = streamed(urgent=urgent)
-        launched.append([launches(on(made, stream)) for stream in (CHAIN, BESIDE, THIRD)])
+        launched.append([launches(on(made, stream)) for stream in (MAIN, SECOND, THIRD)])
         told.append([move.start for move in made if move.what == "ready"])
     assert launched[0] == launched[1]
     assert set(told[0]) <= set(told[1]) and len(told[1]) > len(told[0]) > 0
@@ -181,14 +181,14 @@ def test_pieces_see_what_was_there_when_they_were_given_and_are_launched_later(s
     what they wait for is the chain's."""
     made, found = streamed(), 0
     for i, move in enumerate(made):
-        if move.stream != BESIDE:
+        if move.stream != SECOND:
             continue
         before = move.waits[0]
         at = made.index(before)
-        assert before.stream == CHAIN and before.is_awaited and at < i
-        later = {v for other in made[at + 1 :] if other.stream == CHAIN for v in other.made}
+        assert before.stream == MAIN and before.is_awaited and at < i
+        later = {v for other in made[at + 1 :] if other.stream == MAIN for v in other.made}
         assert not set(move.reads) & later
-        found += any(other.stream == CHAIN for other in made[at + 1 : i])
+        found += any(other.stream == MAIN for other in made[at + 1 : i])
     assert found > 3
 
 
@@ -200,7 +200,7 @@ def test_the_chain_waits_once_too_much_is_kept(streamed, monkeypatch):
     waits = [move for move in made if move.what == "wait"]
     assert len(waits) > 5 and any(move.dying for move in waits)
     awaited = [piece for move in waits for piece in move.waits]
-    pieces = on(made, BESIDE)
+    pieces = on(made, SECOND)
     assert awaited == pieces[: len(awaited)] and pieces[-1] not in awaited
 
 
@@ -210,7 +210,7 @@ def test_what_other_streams_read_is_there_until_the_chain_has_waited(streamed, m
     reading, busy_once = set(), False
     for move in streamed():
         reading = {(m, v) for m, v in reading if move.what != "wait" or m not in move.waits}
-        reading |= {(move, v) for v in move.reads} if move.stream != CHAIN else set()
+        reading |= {(move, v) for v in move.reads} if move.stream != MAIN else set()
         busy = {v for _, v in reading}
         over = {n.inputs[n.attrs["over"]] for n in move.nodes if "over" in n.attrs}
         assert not busy & (over | set(move.dying))
@@ -223,8 +223,8 @@ def test_the_two_streams_wait_for_each_other_where_they_meet(streamed, monkeypat
     made = streamed()
     at = {move: i for i, move in enumerate(made)}
     pairs = [(m, other) for m in made for other in m.waits]
-    across = [(m, other) for m, other in pairs if CHAIN not in (m.stream, other.stream)]
-    assert {(m.stream, other.stream) for m, other in across} == {(BESIDE, THIRD), (THIRD, BESIDE)}
+    across = [(m, other) for m, other in pairs if MAIN not in (m.stream, other.stream)]
+    assert {(m.stream, other.stream) for m, other in across} == {(SECOND, THIRD), (THIRD, SECOND)}
     sums = next(at[move] for move in made if move.what == "sums")
     assert all(at[other] < at[m] and at[other] < sums for m, other in across)
 

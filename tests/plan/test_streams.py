@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from diffusion.plan.execute import Streams
-from diffusion.plan.moves import BESIDE, CHAIN, THIRD, Move
+from diffusion.plan.moves import MAIN, SECOND, THIRD, Move
 from diffusion.training.beside import Beside
 
 
 def test_without_a_gpu_moves_run_in_their_order():
     streams, seen = Streams(torch.device("cpu"), others=2), []
-    for number, stream in enumerate((CHAIN, BESIDE, THIRD, CHAIN)):
+    for number, stream in enumerate((MAIN, SECOND, THIRD, MAIN)):
         with streams.on(Move("launch", stream=stream)):
             seen.append(number)
     streams.join()
@@ -25,7 +25,7 @@ def test_a_move_sees_what_was_there_where_it_waits_for_it(device):
     with streams.on(before):
         x += 1
     later = x + 1  # of the chain, which no other move waits for
-    pieces = [Move("weight", stream=s, waits=(before,), is_awaited=True) for s in (BESIDE, THIRD)]
+    pieces = [Move("weight", stream=s, waits=(before,), is_awaited=True) for s in (SECOND, THIRD)]
     for piece in pieces:
         with streams.on(piece):
             torch.cuda._sleep(10**7)

@@ -14,9 +14,10 @@ from ...models.unet import UNet
 from ..embedding import TOGETHER
 from ..graph import PlanError, Value
 from ..moves import Move
-from ..printed import Launched, Notes, Page, Writer, is_interpreted, noting
-from .network import TrainingUNet, step_kernels
-from .plan import StepPlan
+from ..step.network import TrainingUNet, step_kernels
+from ..step.plan import StepPlan
+from .kernels import Launched, Notes, is_interpreted, noting
+from .page import Page, Writer
 
 _EMBEDDING = 3  # its stream, on the page
 

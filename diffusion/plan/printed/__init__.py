@@ -1,0 +1,1 @@
+"""What a plan launches, for people: `page` has its lines, `text` and `timeline` show them."""

@@ -1,0 +1,131 @@
+"""The page of a plan: each node with its kernels, its stream, the bytes that it moves, and a lower
+bound of its time."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from triton_kernels import fused_ops
+from triton_kernels.registry.chips import Chip, floor
+
+from ..build import Plan
+from ..calls.table import Kernels
+from ..graph import FREE, Node, Value
+from ..moves import Move
+from ..order import WEIGHT_GRADS
+from .flops import flops_of
+from .kernels import Launched, launched
+
+
+@dataclass(frozen=True)
+class Line:
+    """What is launched together, on the page."""
+
+    name: str
+    op: str
+    pass_: str  # forward, backward; parameters: once for each update of them
+    launched: Launched
+    stream: int
+    bytes: int
+    flops: int
+    floor_us: float
+    source: str
+    why: str
+    waits: tuple[int, ...] = ()  # for lines of other streams, by their numbers
+    image: str = ""  # rows and columns, such as 32x32, where it multiplies
+
+    @property
+    def us(self) -> float:
+        """As predicted, but no less than the floor."""
+        return max(self.floor_us, self.launched.predicted_us or 0)
+
+
+@dataclass(frozen=True)
+class Page:
+    """All lines in their order, and what is said under them."""
+
+    lines: list[Line]
+    memory: str
+
+
+class Writer:
+    """Writes the lines of moves, and numbers moves by the line behind which each is done."""
+
+    def __init__(self, gpu: Chip, why: Mapping[Value, list[str]]) -> None:
+        self.gpu, self.why = gpu, why
+        self.lines: list[Line] = []
+        self._numbers: dict[Move, int] = {}
+        self._waits: tuple[int, ...] = ()  # of the next line
+
+    @contextmanager
+    def of(self, move: Move) -> Iterator[None]:
+        """Within the block the move's lines are written; what a move waits for that has none, the
+        next one waits for."""
+        self._waits += tuple(self._numbers[m] for m in move.waits if m in self._numbers)
+        yield
+        self._numbers[move] = max(len(self.lines) - 1, 0)
+        if move.what != "wait":
+            self._waits = ()
+
+    def write(self, nodes: Sequence[Node], pass_: str, made: Launched, stream: int) -> None:
+        """The line of nodes that are launched together."""
+        node = nodes[-1]
+        values = {v for n in nodes if n.op not in FREE for v in _moved(n)}
+        own = {v for n in nodes[:-1] for v in n.outputs.values()}
+        moved = sum(v.bytes for v in values - own)
+        shape = "x".join(map(str, node.out.shape))
+        alike = sum(n.op == node.op for n in nodes)
+        name = f"{node.out.name.split('.')[0]} {shape}" + f" and {alike - 1} more" * (alike > 1)
+        why = [r for n in nodes for v in n.outputs.values() for r in self.why.get(v, ())]
+        said, flops = (node.source, "; ".join(dict.fromkeys(why))), sum(map(flops_of, nodes))
+        image = _image(node) if flops else ""
+        self.write_other(name, node.op, pass_, made, stream, moved, flops, *said, image)
+
+    def write_other(
+        self,
+        name: str,
+        op: str,
+        pass_: str,
+        made: Launched,
+        stream: int,
+        moved: int,  # bytes
+        flops: int = 0,
+        source: str = "",
+        why: str = "",
+        image: str = "",
+    ) -> None:
+        least = floor(self.gpu, flops, moved)
+        what = name, op, pass_, made, stream, moved, flops, least, source, why
+        self.lines.append(Line(*what, self._waits, image))
+        self._waits = ()
+
+
+def lines(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> list[Line]:
+    """The lines of a plan, in the order in which it runs, by these kernels."""
+    kernels, s, writer = launched(plan, gpu, ops), plan.schedule, Writer(gpu, plan.graph.why)
+    forward = set(s.forward)
+    for move in s.moves:
+        pass_ = "forward" if move in forward else "backward"
+        with writer.of(move):
+            for node in move.all_nodes:
+                which = "parameters" if node in s.fixed else pass_
+                writer.write((node,), which, kernels[node], move.stream)
+    return writer.lines
+
+
+def page(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> Page:
+    return Page(lines(plan, gpu, ops), f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak")
+
+
+def _image(node: Node) -> str:
+    """The size of what it makes, if that is an image, or steps of a policy."""
+    shape = node.out.shape
+    if node.op == "stage":  # sums [..., N, C, T]
+        return f"1x{shape[-1]}"
+    is_image = len(shape) == 4 and node.op not in WEIGHT_GRADS
+    return f"{shape[1]}x{shape[2]}" if is_image else ""
+
+
+def _moved(node: Node) -> set[Value]:
+    read = [v for role, v in node.inputs.items() if role != "by_tap"]  # `weight` in another order
+    return {*read, *node.outputs.values()}
