@@ -181,6 +181,9 @@ SUMS = {  # and the tiles of each half
 }
 
 
+CONFIGS = norm_of_sums._LARGE, norm_of_sums._SMALL, norm_of_sums._WIDE
+
+
 def _not_few(spec):
     """What would be taken of more images."""
     (few, one_launch, table) = norm_of_sums.NORM_OF_SUMS.kernels
@@ -210,7 +213,7 @@ def test_norm_of_sums(case, ks, dtype, film, few, device, monkeypatch):
     close(a, exact, reference.group_norm(x, groups, weight, bias, **options, **rows))
 
 
-@pytest.mark.parametrize("config", norm_of_sums._CONFIGS[:4], ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize(("case", "ks"), SUMS.values(), ids=SUMS)
 def test_programs_of_several_tiles(case, ks, config, device, monkeypatch):
     """Smaller ones, of which an image has as many as a large image of large ones."""
@@ -415,7 +418,7 @@ def test_norms_of_sums_in_all_configurations(case, device):
     large = reference.upsample_nearest2d(x1) if up else x1
     exact = fused_reference.norm_of_sums(*as_double(large, x2), *norm)
     low = fused_reference.norm_of_sums(large, x2, *norm).to(torch.bfloat16)
-    for config in norm_of_sums._CONFIGS:
+    for config in CONFIGS:
         for _ in range(3):
             if not up:
                 close(norm_of_sums.norm_of_sums(x1, x2, *norm, config=config), exact, low)

@@ -44,15 +44,9 @@ class SumsConfig(NamedTuple):
     num_warps: int
 
 
-_CONFIGS = [
-    SumsConfig(32, 4096, 2, 8),
-    SumsConfig(32, 2048, 2, 4),  # small images
-    SumsConfig(64, 4096, 4, 8),  # groups of which 64 channels have as many lanes as 32
-    SumsConfig(32, 4096, 1, 8),
-    SumsConfig(32, 4096, 8, 8),
-    SumsConfig(32, 8192, 4, 8),
-    SumsConfig(64, 2048, 4, 4),
-]
+# 32 channels, and many pixels, have the fewest sums beside them
+_LARGE, _SMALL = SumsConfig(32, 4096, 2, 8), SumsConfig(32, 2048, 2, 4)
+_WIDE = SumsConfig(64, 4096, 4, 8)  # of groups of which 64 channels have as many lanes as 32
 
 
 @configures("table_and_apply")
@@ -69,19 +63,18 @@ def _refuse(spec: NormSpec, gpu: Device) -> str | None:
 def _untimed(spec: NormSpec, gpu: Device) -> str | None:
     """Of a launch less is the price that programs of 32 channels load more sums; what it costs is
     less than that, if there are many programs."""
-    many = spec.elements > gpu.busy * _CONFIGS[0].tile * _CONFIGS[0].tiles
+    many = spec.elements > gpu.busy * _LARGE.tile * _LARGE.tiles
     most = _MANY_SUMS if many else 2 * _MANY_SUMS
     sums = _sums(32, spec)
     many = sums > most and spec.elements > SMALL_NORM
     return f"{sums} sums of either kind a program; at most {most}" if many else None
 
 
-def _configs(spec: NormSpec, gpu: Device) -> list[SumsConfig]:
-    """The first as of 16 and 64 images of the decoder's shapes."""
-    first = _CONFIGS[1 if spec.pixels <= _SMALL_IMAGE else 0]
+def sums_config(spec: NormSpec) -> SumsConfig:
+    """As of 16 and 64 images of the decoder's shapes."""
     if _sums(64, spec) <= _sums(32, spec) >= _MANY_SUMS:
-        first = _CONFIGS[2]
-    return [first, *_CONFIGS]
+        return _WIDE
+    return _SMALL if spec.pixels <= _SMALL_IMAGE else _LARGE
 
 
 def _sums(block_c: int, spec: NormSpec) -> int:
@@ -103,7 +96,13 @@ NORM_OF_SUMS = Op(
     _key,
     (
         SMALL_BATCH,
-        Kernel("from_partials", SumsConfig, _refuse, _configs, untimed=_untimed),
+        Kernel(
+            "from_partials",
+            SumsConfig,
+            _refuse,
+            lambda spec, _: [sums_config(spec)],
+            untimed=_untimed,
+        ),
         Kernel("table_and_apply", TableAndApply, lambda *_: None, lambda *_: [TableAndApply()]),
     ),
     similar=False,

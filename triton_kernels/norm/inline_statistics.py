@@ -28,9 +28,9 @@ from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
+from .from_partials import sums_config
 from .inline_statistics_kernels import norm_dx_inline_kernel
-from .pass_grid import channel_block
-from .passes import MIN_TILE, apply, apply_upsampled, cut, launch_apply, norm_dx
+from .passes import apply, apply_upsampled, cut, launch_apply, norm_dx
 from .tables import (
     Statistics,
     check_partials_of,
@@ -47,7 +47,7 @@ _MOST_TILES, _MOST_TILES_OF_DX = 4, 8  # of an image; measured at batch 32, see 
 
 @configures("one_launch")
 class OneLaunch(NamedTuple):
-    """What a program does, as `PassConfig`."""
+    """What a program of the gradient does, as `PassConfig`; of a norm, `from_partials` says it."""
 
     tile: int = 4096
     tiles: int = 2
@@ -107,10 +107,10 @@ def norm_apply(
     config: OneLaunch | TwoLaunches | None = None,
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
     """`apply` of the table of these partials, and the table."""
+    second = 0 if x2 is None else x2.shape[3]
+    rest = {"tiles": tuple(part.shape[1] for part in partials), "mask": mask is not None}
+    spec = NormSpec(len(x1), dtype_name(x1.dtype), *x1.shape[1:], second, num_groups, **rest)
     if config is None:
-        second = 0 if x2 is None else x2.shape[3]
-        rest = {"tiles": tuple(part.shape[1] for part in partials), "mask": mask is not None}
-        spec = NormSpec(len(x1), dtype_name(x1.dtype), *x1.shape[1:], second, num_groups, **rest)
         config = select(NORM_APPLY, spec, describe(x1.device)).config
     if isinstance(config, TwoLaunches):
         film = {"scale": scale, "shift": shift}
@@ -128,11 +128,9 @@ def norm_apply(
     c = c1 + c2
     table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
     a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
-    block_c = channel_block(c1, c2)
     launch_apply(
-        x1, x2, a, activation, (block_c, *config), overlapping(x1.device, n * h * w),
+        x1, x2, a, activation, sums_config(spec), overlapping(x1.device, n * h * w),
         norm=norm, table=table, tf32=tf32,
-        wanted=describe(x1.device).busy, least_tile=MIN_TILE,
     )  # fmt: skip
     return a, table
 
