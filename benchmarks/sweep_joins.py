@@ -36,12 +36,12 @@ from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.plain.split_k import CONV_SPLIT, SplitConv, conv_split
 from triton_kernels.conv.upsampled import (
-    OF_UPSAMPLED,
+    UPSAMPLED,
     conv_of_upsampled,
     conv_of_upsampled_input_grad,
-    upsampled_filters,
     upsampled_spec,
 )
+from triton_kernels.conv.upsampled_filters import upsampled_filters
 from triton_kernels.norm.from_partials import NORM_OF_SUMS, norm_of_sums
 from triton_kernels.norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
 from triton_kernels.registry.choose import listed
@@ -157,10 +157,10 @@ def _upsampling(
         "apart": lambda: conv_forward(spread(x, large, 1.0), weight, bias, stats=True)[0],
         "apart_grad": lambda: gather(conv_plain_input_grad(dy, weight), 1.0),
     }
-    if OF_UPSAMPLED.refuse(upsampled_spec(x, k, 0, c), gpu) is not None:
+    if UPSAMPLED.refuse(upsampled_spec(x, k, 0, c), gpu) is not None:
         return found
     found["anew"] = anew
-    for _, tile in dict.fromkeys(listed(OF_UPSAMPLED, upsampled_spec(x, k, 0, c), gpu)):
+    for _, tile in dict.fromkeys(listed(UPSAMPLED, upsampled_spec(x, k, 0, c), gpu)):
         found[f"kept {tile.pixels}"] = lambda t=tile: conv_of_upsampled(x, filters, bias, config=t)[
             0
         ]

@@ -46,8 +46,8 @@ from .conv.upsampled import (
     conv_of_upsampled_input_grad,
     conv_upsampled,
     conv_upsampled_input_grad,
-    upsampled_filters,
 )
+from .conv.upsampled_filters import upsampled_filters
 from .conv.weight_grad import conv_weight_grad
 from .conv.wgrad_group import conv_weight_grads
 from .conv1d.conv1d import conv_stage, head, project

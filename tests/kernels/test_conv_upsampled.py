@@ -6,6 +6,7 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv import upsampled as conv_upsampled
+from triton_kernels.conv import upsampled_filters
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import describe
@@ -33,7 +34,7 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
     """Memory that a kernel forgets to write holds NaN."""
-    poison_outputs(monkeypatch, conv_upsampled, conv_fused)
+    poison_outputs(monkeypatch, conv_upsampled, upsampled_filters, conv_fused)
 
 
 def filters_of(c1: int, c2: int, co: int, device) -> torch.Tensor:
@@ -46,7 +47,7 @@ def filters_of(c1: int, c2: int, co: int, device) -> torch.Tensor:
 @pytest.mark.parametrize("c1", [64, 24])
 def test_filters(c1, dtype, device):
     weight = filters_of(c1, 88, 3, device)
-    got = conv_upsampled.upsampled_filters(weight, c1, dtype)
+    got = upsampled_filters.upsampled_filters(weight, c1, dtype)
     want = fused_reference.upsampled_filters(weight.double(), c1, torch.float64)
     assert got.others.permute(0, 2, 3, 1).is_contiguous()
     for g, w in zip(got, want, strict=True):
@@ -56,8 +57,8 @@ def test_filters(c1, dtype, device):
 def test_filters_of_rounded_parameters(device):
     """A user's module in 16 bits: its filters are summed in float32 all the same."""
     weight = filters_of(24, 8, 3, device).half()
-    got = conv_upsampled.upsampled_filters(weight, 24, torch.float16)
-    want = conv_upsampled.upsampled_filters(weight.float(), 24, torch.float16)
+    got = upsampled_filters.upsampled_filters(weight, 24, torch.float16)
+    want = upsampled_filters.upsampled_filters(weight.float(), 24, torch.float16)
     for g, w in zip(got, want, strict=True):
         assert torch.equal(g, w)
 
@@ -108,7 +109,7 @@ class TestGpu:
         skip_where_it_does_not_fit(name, tile, device)
         n, h, w, c1, co, c2 = SHAPES[name]
         a, weight = activation_of(name, device), filters_of(c1, c2, co, device)
-        filters = conv_upsampled.upsampled_filters(weight, c1, a.dtype)
+        filters = upsampled_filters.upsampled_filters(weight, c1, a.dtype)
         bias = torch.randn(co, device=device)
         rows = torch.randn(n, co + 8, device=device)[:, :co] if emb else None
         want, _ = fused_reference.conv_forward(a.double(), weight.double(), bias.double(), emb=rows)
@@ -141,7 +142,7 @@ class TestGpu:
         skip_where_it_does_not_fit(name, tile, device)
         n, h, w, c1, co, c2 = SHAPES[name]
         weight = filters_of(c1, c2, co, device)
-        filters = conv_upsampled.upsampled_filters(weight, c1, torch.bfloat16)
+        filters = upsampled_filters.upsampled_filters(weight, c1, torch.bfloat16)
         a = activation_of(name, device)
         x1, x2 = a[:, ::2, ::2, :c1].contiguous(), a[..., c1:].contiguous()
         dy = torch.randn(n, h, w, co, device=device).bfloat16()
@@ -172,7 +173,7 @@ class TestGpu:
         skip_where_it_does_not_fit(name, tile, device)
         n, h, w, c1, co, _ = SHAPES[name]
         weight = filters_of(c1, 0, co, device)
-        filters = conv_upsampled.upsampled_filters(weight, c1, torch.bfloat16)
+        filters = upsampled_filters.upsampled_filters(weight, c1, torch.bfloat16)
         x = activation_of(name, device)[:, ::2, ::2, :c1].contiguous()
         dy = torch.randn(n, h, w, co, device=device).bfloat16()
         bias = torch.randn(co, device=device)

@@ -4,8 +4,6 @@ products are made on the small image, see `conv.hopper.upsampled`.
     forward          y = conv([up(a1), a2]) + bias + emb, and its partials
     input gradient   dz1 = (sum over 2x2 pixels of (dy * conv^T)) act'(z1), as large as a1
                      dz2 = (dy * conv^T) act'(z2), and the partials of both
-
-The filters of 2x2 taps are sums of those of 3x3, in float32, rounded once.
 """
 
 from dataclasses import replace
@@ -26,8 +24,9 @@ from ..runtime.device import Device, describe
 from .fused import conv_input_grad
 from .hopper import upsampled as gluon_upsampled
 from .hopper.tile_mma import cut
+from .upsampled_filters import UpsampledFilters
 
-_BLOCK = 64  # channels of a program
+_BLOCK = 64  # channels of a program that joins sums
 # Forward alone it is faster at 16 images, and with fewer not measured. A step makes the filters
 # anew: of 32 images it took 4.11 ms in place of 4.15, of 128 12.56 in place of 12.88.
 _FEWEST_IMAGES, _FEWEST_IN_STEP = 16, 32
@@ -35,73 +34,11 @@ _FEWEST_IMAGES, _FEWEST_IN_STEP = 16, 32
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
-class UpsampledFilters(NamedTuple):
-    """Filters of a convolution whose first input channels are upsampled."""
-
-    summed: Tensor  # [16, CO, C1]: of 2x2 taps, by parity of rows, of columns, tap of rows, ...
-    others: Tensor  # [CO, C2, 3, 3] in channels_last memory
-
-
 @configures("upsampled")
 class Tile(NamedTuple):
     """What may be chosen."""
 
     pixels: int
-
-
-# --- filters --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _sum_taps_kernel(
-    w_ptr,  # [CO, 9, CI]
-    summed_ptr,  # [16, CO, C1]
-    others_ptr,  # [CO, 9, CI - C1]
-    CO,
-    CI,
-    C1,
-    BLOCK: tl.constexpr,
-):
-    co = tl.program_id(0)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    w_ptr += co * 9 * CI + c
-    others_ptr += co * 9 * (CI - C1) + c - C1
-    w = ()
-    for tap in tl.static_range(9):
-        w = w + (tl.load(w_ptr + tap * CI, mask=c < CI, other=0.0),)
-    for tap in tl.static_range(9):
-        tl.store(others_ptr + tap * (CI - C1), w[tap], mask=(c >= C1) & (c < CI))
-    for p in tl.static_range(2):
-        for q in tl.static_range(2):
-            for a in tl.static_range(2):
-                for b in tl.static_range(2):
-                    total = tl.zeros([BLOCK], tl.float32)
-                    for r in tl.static_range(3):
-                        for s in tl.static_range(3):
-                            # the small row that tap r of a row of parity p reads, likewise columns
-                            if (r + 1 + p) // 2 - p == a and (s + 1 + q) // 2 - q == b:
-                                total += w[3 * r + s]
-                    tap = ((2 * p + q) * 2 + a) * 2 + b
-                    tl.store(summed_ptr + (tap * CO + co) * C1 + c, total, mask=c < C1)
-
-
-def upsampled_filters(
-    weight: Tensor,  # [CO, C1 + C2, 3, 3] in channels_last memory: float32, or what a user rounded
-    channels: int,  # C1
-    dtype: torch.dtype,
-) -> UpsampledFilters:
-    """Those of a convolution whose first channels are upsampled, rounded to `dtype`."""
-    co, ci, _, _ = weight.shape
-    assert weight.permute(0, 2, 3, 1).is_contiguous(), weight.stride()
-    summed = _empty((16, co, channels), dtype=dtype, device=weight.device)
-    others = _empty((co, 3, 3, ci - channels), dtype=dtype, device=weight.device)
-    _sum_taps_kernel[(co, triton.cdiv(ci, _BLOCK))](
-        weight, summed, others, co, ci, channels, BLOCK=_BLOCK
-    )
-    return UpsampledFilters(summed, others.permute(0, 3, 1, 2))
-
-
-# --- the two passes -------------------------------------------------------------------------------
 
 
 def _configs(spec: ConvSpec, gpu: Device) -> list[Tile]:
@@ -157,8 +94,6 @@ UPSAMPLED = Op("conv_upsampled", _key, (_FORWARD,), similar=False, apart=_apart)
 UPSAMPLED_GRAD = Op(
     "conv_upsampled_input_grad", _key, (_GRAD,), similar=False, apart=_apart_in_step
 )
-OF_UPSAMPLED = Op("conv_of_upsampled", _key, (_FORWARD,), similar=False)
-OF_UPSAMPLED_GRAD = Op("conv_of_upsampled_input_grad", _key, (_GRAD,), similar=False)
 
 
 def upsampled_spec(
@@ -186,21 +121,47 @@ def conv_upsampled(
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
     """conv(a) + bias + emb, and its partials as `conv_forward` has them: a part is of pixels whose
     rows have one parity, and their columns."""
-    n, h, w, c = a.shape
     _, co, c1 = filters.summed.shape
-    assert a.is_contiguous() and filters.others.shape == (co, c - c1, 3, 3)
-    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
+    assert filters.others.shape == (co, a.shape[3] - c1, 3, 3)
+    assert emb is None or (emb.shape == (len(a), co) and emb.stride(1) == 1)
+    return _forward(a, a[:, ::2, ::2], *filters, bias, emb, config)
+
+
+def conv_of_upsampled(
+    x: Tensor,  # [N, H, W, CI]
+    filters: UpsampledFilters,
+    bias: Tensor,  # float32 [CO]
+    *,
+    config: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # [N, 2 H, 2 W, CO]; float32 [N, K, 2, CO]
+    """conv(upsample(x)) + bias, and its partials as those of `conv_upsampled`."""
+    assert x.shape[3] == filters.summed.shape[2]
+    return _forward(x, x, filters.summed, None, bias, None, config)
+
+
+def _forward(
+    a: Tensor,  # as in `conv_upsampled`; or x [N, H, W, C1], if nothing else is convolved
+    small: Tensor,  # [N, H, W, .], of which the size matters
+    summed: Tensor,
+    others: Tensor | None,
+    bias: Tensor,
+    emb: Tensor | None,
+    config: Tile | None,
+) -> tuple[Tensor, Tensor]:
+    assert a.is_contiguous()
+    n, h, w, _ = small.shape
+    _, co, c1 = summed.shape
     if config is None:
 
         def run(tile: Tile) -> Tensor:
-            return conv_upsampled(a, filters, bias, emb=emb, config=tile)[0]
+            return _forward(a, small, summed, others, bias, emb, tile)[0]
 
-        spec = upsampled_spec(a[:, ::2, ::2], c1, c - c1, co)
+        spec = upsampled_spec(small, c1, a.shape[3] - c1, co)
         config = select(UPSAMPLED, spec, describe(a.device), run).config
-    rows, _ = cut(config.pixels, h // 2, w // 2)
-    y = _empty((n, h, w, co), dtype=a.dtype, device=a.device)
-    partials = _empty((n, 4 * (h // 2 // rows), 2, co), dtype=torch.float32, device=a.device)
-    gluon_upsampled.forward(config.pixels, a, *filters, bias, emb, y, partials)
+    rows, _ = cut(config.pixels, h, w)
+    y = _empty((n, 2 * h, 2 * w, co), dtype=a.dtype, device=a.device)
+    partials = _empty((n, 4 * (h // rows), 2, co), dtype=torch.float32, device=a.device)
+    gluon_upsampled.forward(config.pixels, a, summed, others, bias, emb, y, partials)
     return y, partials
 
 
@@ -217,46 +178,12 @@ def conv_upsampled_input_grad(
     2x2 pixels that are one."""
     check_activation(activation)
     (x1, x2), (table, table2) = inputs, tables
-    c1 = x1.shape[3]
-    assert dy.is_contiguous() and x1.is_contiguous() and table.is_contiguous()
-    assert table.shape == (len(dy), 4, c1 + x2.shape[3])
-    if config is None:
-
-        def run(tile: Tile) -> Tensor:
-            return _small_grad(dy, filters, x1, table, activation, tile)[0]
-
-        spec = upsampled_spec(x1, c1, x2.shape[3], dy.shape[3], grad=True)
-        config = select(UPSAMPLED_GRAD, spec, describe(x1.device), run).config
-    dz1, partials1 = _small_grad(dy, filters, x1, table, activation, config)
+    assert x1.is_contiguous() and table.is_contiguous()
+    assert table.shape == (len(dy), 4, x1.shape[3] + x2.shape[3])
+    dz1, partials1 = _small_grad(dy, filters, x2.shape[3], (x1, table, activation), config)
     rest = {"inputs": x2, "table": table2, "activation": activation}
     dz2, partials2 = conv_input_grad(dy, filters.others, **rest)
     return dz1, dz2, _join(partials1, partials2)
-
-
-def conv_of_upsampled(
-    x: Tensor,  # [N, H, W, CI]
-    filters: UpsampledFilters,
-    bias: Tensor,  # float32 [CO]
-    *,
-    config: Tile | None = None,
-) -> tuple[Tensor, Tensor]:  # [N, 2 H, 2 W, CO]; float32 [N, K, 2, CO]
-    """conv(upsample(x)) + bias, and its partials as those of `conv_upsampled`."""
-    n, h, w, ci = x.shape
-    _, co, c1 = filters.summed.shape
-    assert x.is_contiguous() and c1 == ci
-    if config is None:
-
-        def run(tile: Tile) -> Tensor:
-            return conv_of_upsampled(x, filters, bias, config=tile)[0]
-
-        spec = upsampled_spec(x, ci, 0, co)
-        config = select(OF_UPSAMPLED, spec, describe(x.device), run).config
-    rows, _ = cut(config.pixels, h, w)
-    y = _empty((n, 2 * h, 2 * w, co), dtype=x.dtype, device=x.device)
-    partials = _empty((n, 4 * (h // rows), 2, co), dtype=torch.float32, device=x.device)
-    rest = bias, None, y, partials
-    gluon_upsampled.forward(config.pixels, x, filters.summed, None, *rest)
-    return y, partials
 
 
 def conv_of_upsampled_input_grad(
@@ -266,36 +193,34 @@ def conv_of_upsampled_input_grad(
     config: Tile | None = None,
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x in conv(upsample(x))."""
-    n, h, w, co = dy.shape
-    ci = filters.summed.shape[2]
-    assert dy.is_contiguous() and filters.summed.shape[1] == co
-    dx = _empty((n, h // 2, w // 2, ci), dtype=dy.dtype, device=dy.device)
-    if config is None:
-
-        def run(tile: Tile) -> Tensor:
-            return conv_of_upsampled_input_grad(dy, filters, config=tile)
-
-        spec = upsampled_spec(dx, ci, 0, co, grad=True)
-        config = select(OF_UPSAMPLED_GRAD, spec, describe(dx.device), run).config
-    gluon_upsampled.input_grad(config.pixels, dy, filters.summed, dx)
-    return dx
+    return _small_grad(dy, filters, 0, None, config)[0]
 
 
 def _small_grad(
-    dy: Tensor,
+    dy: Tensor,  # [N, 2 H, 2 W, CO]
     filters: UpsampledFilters,
-    x1: Tensor,
-    table: Tensor,
-    activation: str,
-    config: Tile,
-) -> tuple[Tensor, Tensor]:
-    """dz1 and its partials."""
-    n, h, w, c1 = x1.shape
-    rows, _ = cut(config.pixels, h, w)
-    dz = _empty(x1.shape, dtype=dy.dtype, device=dy.device)
-    partials = _empty((n, h // rows, 2, c1), dtype=torch.float32, device=dy.device)
-    norm = x1, table, activation, partials
-    gluon_upsampled.input_grad(config.pixels, dy, filters.summed, dz, *norm)
+    c2: int,  # channels that were not upsampled
+    norm: tuple[Tensor, Tensor, str] | None,  # x1, its table and activation
+    config: Tile | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the small image, and with a norm the partials of dz1, which it then is."""
+    n, h, w, co = dy.shape
+    c1 = filters.summed.shape[2]
+    assert dy.is_contiguous() and filters.summed.shape[1] == co
+    dz = _empty((n, h // 2, w // 2, c1), dtype=dy.dtype, device=dy.device)
+    if config is None:
+
+        def run(tile: Tile) -> Tensor:
+            return _small_grad(dy, filters, c2, norm, tile)[0]
+
+        spec = upsampled_spec(dz, c1, c2, co, grad=True)
+        config = select(UPSAMPLED_GRAD, spec, describe(dy.device), run).config
+    rows, _ = cut(config.pixels, h // 2, w // 2)
+    partials = None
+    if norm is not None:
+        partials = _empty((n, h // 2 // rows, 2, c1), dtype=torch.float32, device=dy.device)
+    of_norm = () if norm is None else (*norm, partials)
+    gluon_upsampled.input_grad(config.pixels, dy, filters.summed, dz, *of_norm)
     return dz, partials
 
 
