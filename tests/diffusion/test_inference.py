@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from unittest import mock
 
 import pytest
 import torch
@@ -137,26 +136,6 @@ def test_norms_in_the_launch_of_a_convolution(name, op, monkeypatch):
         torch.testing.assert_close(plan(x, t, labels), exact, rtol=1e-10, atol=1e-10)
     assert True in kept and (name == "film" or False in kept)  # with FiLM, between blocks alone
     assert any(beside) == (op == "conv_norm")
-
-
-@pytest.mark.parametrize("name", ["two_blocks", "three_levels", "film", "strided"])
-def test_means_in_the_launch_of_a_convolution(name, monkeypatch):
-    """Of one with the norm on its way, with their partials where the norm behind wants any."""
-    without(monkeypatch, "conv_split")
-    for limit in ("WHOLE_PIXELS", "_FEW_TILES", "_VERY_FEW_TILES"):
-        limited(monkeypatch, limit, 0)
-    made = mock.Mock(side_effect=fused_reference.norm_conv)
-    replace(monkeypatch, "norm_conv", made)
-    model = make(MODELS[name], (16, 24)).eval()
-    twin = copy.deepcopy(model)
-    x, t = torch.randn(2, 16, 24, 3).double(), torch.tensor([3, 700])
-    plan = InferenceUNet(model, fused_reference)
-    plan(x, t)  # which plans, too
-    made.reset_mock()
-    torch.testing.assert_close(plan(x, t), twin.forward_nhwc(x, t), rtol=1e-10, atol=1e-10)
-    # the others of three levels are those of an attention's result, which has no norm in front
-    means = {"two_blocks": 1, "three_levels": 1, "film": 1, "strided": 0}[name]
-    assert sum(call.kwargs.get("means", False) for call in made.mock_calls) == means
 
 
 @pytest.mark.parametrize("name", ["two_blocks", "film", "three_levels"])

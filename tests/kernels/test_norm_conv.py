@@ -19,7 +19,6 @@ from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import chip
 from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import ConvSpec
-from triton_kernels.resample.op import gather
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from .chips import HOPPER
@@ -122,17 +121,6 @@ def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=
     return y, sums
 
 
-def check_means(y, means):
-    """Those that a pass over y makes, to the bit, and their sums over successive pixels."""
-    values, sums = means
-    assert torch.equal(values, gather(y, 0.25))
-    n, p, q, c = values.shape
-    tiles = values.double().view(n, sums.shape[1], -1, c)
-    assert relative(sums[:, :, 0], tiles.sum(2)) < 1e-6
-    squares = (tiles - tiles.mean(2, keepdim=True)).square().sum(2)
-    assert relative(sums[:, :, 1], squares) < 1e-5
-
-
 class TestGpu:
     pytestmark = gpu
 
@@ -189,36 +177,6 @@ class TestGpu:
     def test_scale_shift_and_other_activations(self, activation, config):
         shape = SHAPES["many tiles"]
         check(shape, "alone", config, torch.float16, activation, 8, film=True)
-
-    @pytest.mark.parametrize("form", ["between, table", "one", "two, table"])
-    @pytest.mark.parametrize("terms", ["residual", "1x1"])
-    @pytest.mark.parametrize(
-        ("shape", "dtype"),
-        [
-            (Shape(151, 8, 64, 64, 64), torch.bfloat16),
-            (Shape(3, 64, 64, 64, 128), torch.float16),
-            (Shape(22, 64, 64, 64, 64), torch.bfloat16),
-        ],
-        ids=str,
-    )
-    def test_with_means(self, shape, dtype, terms, form, device):
-        x, weight, bias, _, residual = forward_case(shape, dtype, device)
-        x = x * 2 + 1
-        given = {"residual": residual}
-        if terms == "1x1":
-            extra = extra_case(shape, 64, 64, dtype, device)
-            given = {"extra": extra, "extra_bias": torch.randn(shape.co, device=device)}
-        norm = *sums_of(x, 32), "silu"
-        given["config"] = TWO[form]
-        exact = norm_conv(x, *norm, weight, bias, **given)
-
-        def check():
-            y, sums, means = norm_conv(x, *norm, weight, bias, **given, means=True)
-            assert torch.equal(y, exact[0]) and torch.equal(sums, exact[1])
-            check_means(y, means)
-            return means
-
-        repeatedly(check, 10)
 
 
 def applies(c=64, kernel=3, extra=(), groups=32, tiles=(16,), gpu=HOPPER, **rest) -> bool:

@@ -28,7 +28,7 @@ from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .fused_spec import forward_spec
 from .hopper import row_mma
-from .hopper.operands import Means, Norm, Operands
+from .hopper.operands import Norm, Operands
 
 _LEAST_TILES, _MOST_TILES = 4, 64  # of an image, whose sums a warp loads at once
 
@@ -135,11 +135,10 @@ def norm_conv(
     residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C] or half of H, W; [CO, C]
     extra_bias: Tensor | None = None,  # float32 [CO]
-    means: bool = False,  # whether to return those of y over 2x2 pixels
     config: NormConv | None = None,
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Means]:
-    """y [N, H, W, CO], and its partials float32 [N, K, 2, CO], as `conv_forward` leaves them; and
-    its means over 2x2 pixels, which have the bits of `avg_pool` of y, with their partials."""
+) -> tuple[Tensor, Tensor]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
+    """conv(act(norm(x))) + bias + emb + residual + `extra`, and its partials, as `conv_forward`
+    leaves them."""
     check_activation(activation)
     n, h, w, ci = x.shape
     co = weight.shape[0]
@@ -151,12 +150,7 @@ def norm_conv(
     others = [other for other, _ in extra]
     assert all(t.is_contiguous() for t in (x, *others))
     assert residual is None or (residual.shape == (n, h, w, co) and residual.is_contiguous())
-    of_norm = {"groups": num_groups, "tiles": (partials.shape[1],)}
-    spec = forward_spec(x, weight, extra=others, residual=residual is not None, **of_norm)
-    gpu = describe(x.device)
-    if config is None and means:  # tiles of two rows
-        config = _configs(spec, gpu)[0]
-    elif config is None:
+    if config is None:
         rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
         rest |= {"scale": scale, "shift": shift}
         of_x = (partials, num_groups, norm_weight, norm_bias, eps, activation)
@@ -164,7 +158,9 @@ def norm_conv(
         def run(c: NormConv) -> Tensor:
             return norm_conv(x, *of_x, weight, bias, **rest, config=c)[0]
 
-        config = select(NORM_CONV, spec, gpu, run).config
+        of_norm = {"groups": num_groups, "tiles": (partials.shape[1],)}
+        spec = forward_spec(x, weight, extra=others, residual=residual is not None, **of_norm)
+        config = select(NORM_CONV, spec, describe(x.device), run).config
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
     tiles = h * w // config.block_m
     sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
@@ -174,19 +170,11 @@ def norm_conv(
     if config.table:
         terms = num_groups, norm_weight, norm_bias, eps, scale, shift
         norm = norm._replace(table=norm_table((partials,), (h * w,), *terms))
-    room = _empty_means(y, tiles) if means else None
     row_mma.launch(
         row_mma.StationaryWeights(config.block_m),
-        Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm, means=room),
+        Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm),
     )
-    return (y, sums, room) if means else (y, sums)
-
-
-def _empty_means(y: Tensor, tiles: int) -> Means:
-    """Room for those of y, an image of which is so many tiles."""
-    n, h, w, c = y.shape
-    values = _empty((n, h // 2, w // 2, c), dtype=y.dtype, device=y.device)
-    return Means(values, _empty((n, tiles, 2, c), dtype=torch.float32, device=y.device))
+    return y, sums
 
 
 def norm_conv_of_two(

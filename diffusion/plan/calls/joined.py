@@ -140,10 +140,8 @@ def _conv_norm_grid_sync(run, node, given):
 def _norm_conv(run, node, given):
     x, *weight = _conv(given)
     norm = given["partials0"], *_norm_of(node, given)
-    means = {"means": True} if "means" in node.outputs else {}
-    made = run.kernels.norm_conv(x, *norm, *weight, **film(given), **_terms(given), **means)
-    found = {next(iter(node.outputs)): made[0], "partials": made[1]}
-    return found | (dict(zip(("means", "sums"), made[2], strict=True)) if means else {})
+    y, partials = run.kernels.norm_conv(x, *norm, *weight, **film(given), **_terms(given))
+    return {next(iter(node.outputs)): y, "partials": partials}
 
 
 @launches("norm_conv_of_two")

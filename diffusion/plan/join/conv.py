@@ -2,7 +2,7 @@
 
 from ..graph import Node
 from .attention import waits_for_projection
-from .resample import means, of_upsampled
+from .resample import of_upsampled
 from .state import TERMS, Joining, norm_attrs, norm_inputs
 
 _NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
@@ -103,11 +103,6 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
     return True
 
 
-def _may_pool(node: Node, pool: Node) -> bool:
-    even = node.out.shape[1] % 2 == node.out.shape[2] % 2 == 0
-    return even and pool.attrs["window"] == (2, 2) and "emb" not in node.inputs
-
-
 def _norm_conv(j: Joining, node: Node, norm: Node) -> bool:
     """act(norm(x)) made on the way by the convolution that reads it."""
     h, w = norm.out.shape[1:3]
@@ -129,15 +124,10 @@ def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
     sums = (j.dry[partials].shape[1],)
     if not j.joins("norm_conv", j.spec(node, x, groups=norm.attrs["groups"], tiles=sums)):
         return False
-    pool = j.first_reader(node.out)
-    pools = pool is not None and pool.op == "avg_pool" and _may_pool(node, pool)
     del inputs["x"]
     inputs |= {"x": x, "partials0": partials} | norm_inputs(norm)
-    outputs = node.outputs | (means(j, pool) if pools else {})
-    j.emit("norm_conv", inputs, outputs, node, **norm_attrs(norm))
+    j.emit("norm_conv", inputs, node.outputs, node, **norm_attrs(norm))
     j.graph.reason(node.out, "a norm made by the convolution that reads it")
-    if pools:
-        j.done.add(pool)
     j.forget(norm.out)
     return True
 

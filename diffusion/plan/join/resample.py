@@ -74,12 +74,3 @@ def avg_pool(j: Joining, node: Node) -> None:
         j.keep(node)
         return None
     return j.put_off(node)
-
-
-def means(j: Joining, pool: Node) -> dict[str, Value]:
-    """Values of a launch that makes means: these, and their sums."""
-    n, h, w, c = pool.out.shape
-    sums = next((r.out for r in j.readers(pool.out) if r.op == "moments"), None)
-    if sums is None or j.reads_whole(n * h * w * c, h * w):
-        sums = j.graph.value(f"{pool.out.name}.sums", (n, 1, 2, c), pool.out.exact)
-    return {"means": pool.out, "sums": sums}

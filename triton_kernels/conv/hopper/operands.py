@@ -54,13 +54,6 @@ class NormOfResult(NamedTuple):
         return 0 if self.x2 is None else self.x2.shape[3]
 
 
-class Means(NamedTuple):
-    """Those of y over 2x2 pixels, and their sums by tiles of y, written by the same launch."""
-
-    values: Tensor  # [N, H / 2, W / 2, C] to be written
-    sums: Tensor  # float32 [N, tiles of an image, 2, C] to be written
-
-
 class Operands(NamedTuple):
     """Those of `conv.fused.conv_forward`, or of `conv_input_grad`, which has an activation."""
 
@@ -78,7 +71,6 @@ class Operands(NamedTuple):
     emb: Tensor | None = None  # float32 [N, CO]
     activation: str | None = None
     norm: Norm | None = None  # of x
-    means: Means | None = None  # of y, beside its partials
     mask: Mask | None = None  # of dropout, behind the activation
     precision: str = "tf32"  # of products of float32: "ieee" | "tf32"
     tf32: bool = False  # whether y of float32 is rounded to TF32

@@ -99,7 +99,7 @@ def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
     made = [operands.x if producers else None, norm and norm.table]
     conv_stationary_weights_kernel[(programs,)](
         *operands.tensors(partial(_in_rows_of, w), partial(in_rows, rows=2)),
-        *(operands.means or (None, None)), *norm_arguments, *made, *operands.numbers, n * h // rows,
+        *norm_arguments, *made, *operands.numbers, n * h // rows,
         h // rows, c,
         ROWS=rows, W=w, DGRAD=operands.activation is not None, ACT=operands.activation_name,
         GROUPS=groups, PAIRS=pairs, SLOTS=slots, PRODUCERS=producers,

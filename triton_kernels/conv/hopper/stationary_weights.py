@@ -39,7 +39,6 @@ from ...hopper.pairs import round_pairs, widen_pairs
 from ...hopper.pipeline import new_barriers, new_ring, new_turns
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
 from .epilogue import load_bias, load_table
-from .epilogue_avg_pool import means_of_two_rows, store_means
 from .norm_producers import make_rows
 from .norm_rows import Norm, activate_rows, keep_affine, load_affine, new_affine
 from .row_memory import clear_margins, pair_chunks, row_of_tap, rows_chunks
@@ -128,7 +127,7 @@ def sums_of_rows(rows, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _multiply(
     GROUP: gl.constexpr, y_desc, x, filters, extra, beside, stages, turns, vectors, norm,
-    partial_ptr, means_ptr, mean_sums_ptr, work, C, ROWS: gl.constexpr, W: gl.constexpr,
+    partial_ptr, work, C, ROWS: gl.constexpr, W: gl.constexpr,
     DGRAD: gl.constexpr, ACT: gl.constexpr, EXTRA: gl.constexpr, OVERLAP: gl.constexpr,
     TILES_OF_X: gl.constexpr, CG: gl.constexpr, PRODUCES: gl.constexpr,
 ):  # fmt: skip
@@ -282,10 +281,6 @@ def _multiply(
                 total, second = sums_of_rows(rounded, ROWS, VECTOR)
             gl.store(to, total)
             gl.store(to + C, second)
-        if means_ptr is not None:
-            gl.static_assert(ROWS == 2)
-            means = means_of_two_rows(rounded[0], rounded[1])
-            store_means(means, means_ptr, mean_sums_ptr, tile, c0, C)
         if HAS_BESIDE:
             tma.store_wait(0)
             sync_threads()
@@ -317,8 +312,6 @@ def conv_stationary_weights_kernel(
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
-    means_ptr,  # [N, H / 2, W / 2, C]: of y, over 2x2 pixels, with ROWS = 2; or None
-    mean_sums_ptr,  # [N, H / 2, 2, C] of these
     sums_ptr,  # float32 [N, TILES_OF_X, 2, 64], of x, if act(norm(x)) is convolved, K = 64; or None
     norm_weight_ptr,  # [64]
     norm_bias_ptr,  # [64]
@@ -396,7 +389,7 @@ def conv_stationary_weights_kernel(
                 _multiply,
                 (
                     role, y_desc, x, filters, extra, beside, stages, turns, vectors, norm,
-                    partial_ptr, means_ptr, mean_sums_ptr, work, C,
+                    partial_ptr, work, C,
                     ROWS, W, DGRAD, ACT, EXTRA, OVERLAP, TILES_OF_X, CG, PRODUCES,
                 ),
             )

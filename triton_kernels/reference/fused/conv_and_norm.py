@@ -5,8 +5,8 @@ import torch
 
 from ... import reference
 from .conv import conv_forward
-from .norms import apply, norm_table, tensor_partials
-from .resample import avg_pool, upsample
+from .norms import apply, norm_table
+from .resample import upsample
 
 
 def conv_norm_grid_sync(x, weight, bias, norm, *, zeros=None, **terms):
@@ -26,21 +26,17 @@ def conv_norm(x, weight, bias, norm, *, x2=None, **terms):
 
 def norm_conv(
     x, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
-    *, scale=None, shift=None, means=False, **terms,
+    *, scale=None, shift=None, **terms,
 ):  # fmt: skip
-    """`conv_forward` of act(norm(x)), with partials; with `means` also (its 2x2 means, their
-    partials). Tensors in `extra` may be half as large: then they are upsampled."""
+    """`conv_forward` of act(norm(x)), with partials. Tensors in `extra` may be half as large: then
+    they are upsampled."""
     pixels = x.shape[1] * x.shape[2]
     if "extra" in terms:
         whole = [upsample(t) if t.shape[1] < x.shape[1] else t for t, _ in terms["extra"]]
         terms["extra"] = [(t, w) for t, (_, w) in zip(whole, terms["extra"], strict=True)]
     norm = num_groups, norm_weight, norm_bias, eps, scale, shift
     a = apply(x, None, norm_table((partials,), (pixels,), *norm), activation)
-    y, partials = conv_forward(a, weight, bias, stats=True, **terms)
-    if not means:
-        return y, partials
-    pooled = avg_pool(y)
-    return y, partials, (pooled, tensor_partials(pooled))
+    return conv_forward(a, weight, bias, stats=True, **terms)
 
 
 def norm_conv_of_two(
