@@ -70,8 +70,9 @@ def _as_value(x):
 # layout can say that an item is large: with bases that are zero it is laid out over as much memory
 # as the view, though the step from one item to the next stays its size. The sizes of whole buffers
 # have to be equal as well, so the buffer too says more than it takes. In 3.9 the step would grow
-# with the layout. There the view is a slice of items, which begins at a constant: that of each
-# place where it can begin, of which one is chosen.
+# with the layout. There the view is a slice of items, which begins at a constant, of a larger slice:
+# that of each place where views can begin, of which one is chosen. (An analysis of the compiler's
+# takes a time that grows faster than the number of choices.)
 _SLICES = hasattr(_Buffer, "reinterpret")  # from 3.9 on
 _ZERO_BASES = hasattr(hopper.tma, "async_load") and not _SLICES  # 3.8
 VIEWS_ARE_SLICES = gl.constexpr(_SLICES)
@@ -97,16 +98,20 @@ def view_from(
     more: gl.constexpr = 0, step: gl.constexpr = 1,
 ):  # fmt: skip
     """The memory from a buffer's item `first` + more on, seen with another shape and layout.
-    `first` is a multiple of step: with 3.9 there is a comparison for each multiple."""
+    `first` is a multiple of step: with 3.9 there is a comparison for each multiple, once for all
+    views of a `first`."""
     ITEMS: gl.constexpr = items_of_view(buffer.shape, shape)
     if not VIEWS_ARE_SLICES or ITEMS <= 1:
         return _view_of_item(buffer, first + more, shape, layout)
     else:
-        view = _view_of_slice(buffer, more, ITEMS, shape, layout)
-        for i in gl.static_range(1, (buffer.shape[0] - ITEMS - more) // step + 1):
+        # What is chosen holds all views of one beginning, so that the compiler chooses once.
+        COUNT: gl.constexpr = (buffer.shape[0] - more - ITEMS) // step + 1
+        SPAN: gl.constexpr = buffer.shape[0] - (COUNT - 1) * step
+        chosen = buffer.slice(0, SPAN)
+        for i in gl.static_range(1, COUNT):
             if first == i * step:
-                view = _view_of_slice(buffer, i * step + more, ITEMS, shape, layout)
-        return view
+                chosen = buffer.slice(i * step, SPAN)
+        return _view_of_slice(chosen, more, ITEMS, shape, layout)
 
 
 @builtin
