@@ -70,7 +70,7 @@ def _as_value(x):
 # layout can say that an item is large: with bases that are zero it is laid out over as much memory
 # as the view, though the step from one item to the next stays its size. The sizes of whole buffers
 # have to be equal as well, so the buffer too says more than it takes. In 3.9 the step would grow
-# with the layout. There the view is a slice of items, which begins at a constant, of a larger slice:
+# with the layout. There a view is a slice of items, which begins at a constant, of a larger slice:
 # that of each place where views can begin, of which one is chosen. (An analysis of the compiler's
 # takes a time that grows faster than the number of choices.)
 _SLICES = hasattr(_Buffer, "reinterpret")  # from 3.9 on
