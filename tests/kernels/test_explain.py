@@ -8,7 +8,7 @@ import torch
 from triton_kernels.conv.configs import ConvOperands
 from triton_kernels.conv.forward import spec_of
 from triton_kernels.explain import main, parse
-from triton_kernels.registry.chips import CHIPS
+from triton_kernels.registry.chips import CHIPS, chip
 from triton_kernels.registry.spec import AttentionSpec, ConvSpec
 
 LINE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
@@ -166,3 +166,29 @@ def test_a_measured_row_is_named(capsys):
 def test_what_is_not_understood_ends_with_2(words, message, capsys):
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100pcie"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("h100_sxm5", "h100"),
+        ("NVIDIA RTX A6000", "rtxa6000"),
+        ("a6000", "rtxa6000"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtxpro6000"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),  # which has fewer multiprocessors
+        ("6000", None),
+        ("", None),
+    ],
+)
+def test_chips_by_the_names_of_their_drivers(written, name):
+    assert len({id(chip(known)) for known in CHIPS}) == len(CHIPS)
+    if name is None:
+        with pytest.raises(ValueError, match="is unknown; choose one of h100"):
+            chip(written)
+    else:
+        assert chip(written) is CHIPS[name]
