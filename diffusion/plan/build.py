@@ -13,9 +13,10 @@ from triton_kernels.runtime.device import Device
 from .canonical import casts_together
 from .differentiate import Backward, differentiate
 from .fuse.rows import fuse, prepare
-from .graph import FREE, Graph, Value
+from .graph import Graph, Value
 from .join.rules import join
 from .norms import split_norms
+from .ops import FREE
 from .schedule import Schedule, schedule
 from .trace import Traced, trace
 

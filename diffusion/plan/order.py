@@ -35,8 +35,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from .graph import FREE, Node, Value
+from .graph import Node, Value
 from .moves import Move
+from .ops import FREE
 from .places import EMB, Place
 
 WEIGHT_GRADS = ("conv_dw", "linear_dw")

@@ -25,8 +25,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from .graph import FREE, Value
+from .graph import Value
 from .moves import MAIN, SECOND, THIRD, Move
+from .ops import FREE
 
 BEHIND = 1  # pieces
 BUDGET = 384 * 2**20  # bytes; with 64 MiB the main stream waits, see docs/tried.md

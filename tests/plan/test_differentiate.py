@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import nn
 
-from diffusion.plan.differentiate import GRADIENTS
-from diffusion.plan.graph import FORWARD
+from diffusion.plan.gradients import GRADIENTS
+from diffusion.plan.ops import FORWARD
 from tests.plan.compare import compare, in_float64
 from tests.plan.networks import NAMES, network
 from tests.plan.random_networks import networks

@@ -7,8 +7,8 @@ from diffusion.plan.build import plan
 from diffusion.plan.calls.table import launch_reference
 from diffusion.plan.execute import Streams, run_moves
 from diffusion.plan.fuse.rows import ROWS, leaving_out
-from diffusion.plan.graph import JOINED
 from diffusion.plan.moves import nodes_of
+from diffusion.plan.ops import JOINED
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
 from triton_kernels import fused_ops

@@ -8,8 +8,8 @@ from diffusion.models.conditions import parts_of
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan import order, streams
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.graph import FREE
 from diffusion.plan.moves import MAIN, SECOND, THIRD
+from diffusion.plan.ops import FREE
 from diffusion.plan.step.network import TrainingUNet
 from tests.diffusion.test_fused_unet import MODELS, given, make
 from triton_kernels.reference import fused as fused_reference

@@ -6,8 +6,8 @@ import torch
 from diffusion.plan import streams
 from diffusion.plan.build import plan
 from diffusion.plan.calls.table import launch_reference
-from diffusion.plan.graph import FREE
 from diffusion.plan.moves import MAIN, SECOND, nodes_of
+from diffusion.plan.ops import FREE
 from diffusion.plan.order import GROUP, SMALL, WEIGHT_GRADS
 from diffusion.plan.streams import alive, rounded
 from tests.plan.networks import network

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion.plan.execute import run
-from diffusion.plan.graph import FORWARD, PlanError
+from diffusion.plan.graph import PlanError
+from diffusion.plan.ops import FORWARD
 from diffusion.plan.trace import trace
 from tests.plan.networks import NAMES, network
 

@@ -4,7 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..graph import PARTS, Node, many
+from ..graph import Node, many
+from ..ops import PARTS
 from ..order import WEIGHT_GRADS
 from .pytorch import leaf
 from .table import (

@@ -21,7 +21,8 @@ from triton_kernels.runtime.launch_recorder import noting_launches
 from ..build import Plan
 from ..calls.table import BY_PYTORCH, Kernels, launcher_of
 from ..execute import Streams, run_moves
-from ..graph import FREE, Node, Value
+from ..graph import Node, Value
+from ..ops import FREE
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ from triton_kernels.registry.chips import Chip, floor
 
 from ..build import Plan
 from ..calls.table import Kernels
-from ..graph import FREE, Node, Value
+from ..graph import Node, Value
 from ..moves import Move
+from ..ops import FREE
 from ..order import WEIGHT_GRADS
 from .flops import flops_of
 from .kernels import Launched, launched

@@ -1,6 +1,6 @@
 """A page as text: a row a line, and sums under them."""
 
-from ..graph import FREE
+from ..ops import FREE
 from .page import Page
 
 

@@ -6,8 +6,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from ..graph import FREE
 from ..moves import MAIN
+from ..ops import FREE
 from ..order import WEIGHT_GRADS
 from .page import Line, Page
 

@@ -1,0 +1,105 @@
+"""Rows of epilogues: what a convolution adds, and which sums it takes, while it writes."""
+
+from ..graph import Node, Value
+from .rewrite import Fusing
+
+
+def has_epilogue(f: Fusing, node: Node | None) -> bool:
+    """Whether a node is a convolution whose kernels have an epilogue."""
+    if node is None or node.op == "conv_fused":
+        return node is not None
+    is_image = node.op == "conv" or node.op == "linear" and len(node.out.shape) == 4
+    return is_image and node.keeps_size and not f.is_exact(node.out)
+
+
+def becomes_fused(node: Node) -> None:
+    if node.op == "linear":
+        node.attrs = {"stride": (1, 1), "padding": (0,) * 4}
+    node.op = "conv_fused"
+
+
+def epilogue_add(f: Fusing, node: Node) -> Value | None:
+    """conv + b, where b is of the embedding, another tensor, or a 1x1 convolution of one"""
+    a, b = node.inputs["a"], node.inputs["b"]
+    if a is b or a.dtype != b.dtype or node.out.dtype != a.dtype:
+        return None
+    for y, other in ((a, b), (b, a)):
+        conv = f.maker(y, "conv", "linear", "conv_fused")
+        if not has_epilogue(f, conv) or f.reader(y, "add") is None:
+            continue
+        if y.shape != node.out.shape or "partials" in conv.outputs:
+            continue
+        partner = f.maker(other, "conv", "conv_fused")
+        if conv.op == "linear" and has_epilogue(f, partner) and f.reader(other, "add"):
+            continue  # the larger one takes the smaller
+        if other.shape == node.out.shape:
+            if not _take_term(f, node, conv, other):
+                continue
+        elif (emb := _embedding_of(f, node, other)) is not None and "emb" not in conv.inputs:
+            conv.inputs["emb"] = emb
+        else:
+            continue
+        becomes_fused(conv)
+        f.write(conv, node.out, node)
+        return node.out
+    return None
+
+
+def _take_term(f: Fusing, node: Node, conv: Node, other: Value) -> bool:
+    """Add `other` in the epilogue: as 1x1 terms where it is that, or as it is."""
+    linear = f.maker(other, "linear")
+    alone = linear is not None and f.reader(other, "add") is node
+    number = len(conv.many("extra"))
+    if alone and len(linear.out.shape) == 4 and number < 2:
+        if "bias" in linear.inputs and "extra_bias" in conv.inputs:
+            return False
+        if "bias" in linear.inputs:
+            conv.inputs["extra_bias"] = linear.inputs["bias"]
+        conv.inputs[f"extra{number}"] = linear.inputs["x"]
+        conv.inputs[f"columns{number}"] = linear.inputs["weight"]
+        f.take(conv, linear)
+        return True
+    if "residual" in conv.inputs:
+        return False
+    conv.inputs["residual"] = other
+    return True
+
+
+def _embedding_of(f: Fusing, node: Node, value: Value) -> Value | None:
+    """emb [N, C] of a summand [N, 1, 1, C], or None."""
+    n, c = node.out.shape[0], node.out.shape[-1]
+    reshape = f.maker(value, "reshape")
+    if reshape is None or value.shape != (n, 1, 1, c) or reshape.inputs["x"].shape != (n, c):
+        return None
+    cast = f.maker(reshape.inputs["x"], "cast")  # which the epilogue spares: it adds in float32
+    return reshape.inputs["x"] if cast is None else cast.inputs["x"]
+
+
+def terms_together(f: Fusing, node: Node) -> Value | None:
+    """(x1 W1 + x2 W2) + conv -> conv + (x1 W1 + x2 W2), one term after the other"""
+    a, b = node.inputs["a"], node.inputs["b"]
+    for sum_, other in ((a, b), (b, a)):
+        inner = f.maker(sum_, "add")
+        if inner is None or f.reader(sum_, "add") is not node or sum_.shape != other.shape:
+            continue
+        terms = [f.maker(v, "linear") for v in inner.inputs.values()]
+        conv = f.maker(other, "conv", "conv_fused")
+        if None in terms or not has_epilogue(f, conv):
+            continue
+        left, right = inner.inputs["a"], inner.inputs["b"]
+        inner.inputs, node.inputs = {"a": other, "b": left}, {"a": sum_, "b": right}
+        f.take(inner)
+        f.take(node)
+        return node.out
+    return None
+
+
+def partials(f: Fusing, node: Node) -> Value | None:
+    """The sums of a convolution's result, taken while it is written"""
+    conv = f.maker(node.inputs["x"], "conv", "linear", "conv_fused")
+    if not has_epilogue(f, conv) or "partials" in conv.outputs:
+        return None
+    becomes_fused(conv)
+    conv.outputs["partials"] = node.out
+    f.take(conv, node)
+    return conv.out
