@@ -38,12 +38,12 @@ from ..runtime.backend import PRECISIONS, Backend
 from .build import Plan, plan
 from .calls.table import Kernels
 from .graph import PlanError
-from .inference import sampling_plan
 from .inference1d import real_time_plan
 from .printed.page import Page, page
 from .printed.step import step_page
 from .printed.text import table
 from .printed.timeline import draw
+from .sampling_plan import sampling_plan
 from .step.network import TrainingUNet, step_kernels
 
 _MODELS = CONFIGS / "model"
@@ -168,7 +168,7 @@ def _plan(
     shape, context = torch.Size((n, h, w, c)), parts_of(args[2] if len(args) > 2 else None).context
     tokens = 0 if context is None else context.shape[1]
     kernels = step_kernels(network.backend)
-    return sampling_plan(network, shape, device, kernels, gpu.gpu, tokens), gpu, kernels
+    return sampling_plan(network, shape, device, kernels, tokens, gpu.gpu), gpu, kernels
 
 
 def _title(given: dict[str, str], changed: dict[str, Any]) -> str:

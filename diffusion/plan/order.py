@@ -67,7 +67,7 @@ class InStep:
     urgent: bool  # others wait for gradients of filters
 
 
-def forward_moves(nodes: Sequence[Node], step: InStep | None = None) -> list[Move]:
+def forward_moves(nodes: Sequence[Node], step: InStep | None) -> list[Move]:
     """The forward pass. Before the first launch that reads the embedding a step waits for it."""
     if step is None:
         return [Move("launch", (node,)) for node in nodes]
@@ -84,7 +84,7 @@ def forward_moves(nodes: Sequence[Node], step: InStep | None = None) -> list[Mov
     return moves
 
 
-def backward_moves(nodes: Sequence[Node], step: InStep | None = None) -> list[Move]:
+def backward_moves(nodes: Sequence[Node], step: InStep | None) -> list[Move]:
     """The backward pass."""
     return _pieces(nodes) if step is None else _Order(nodes, step).run()
 

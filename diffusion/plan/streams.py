@@ -36,7 +36,7 @@ LARGE = 8 * 2**20  # bytes of a tensor that makes holding a piece worth it
 ALIGNMENT = 256  # bytes
 
 
-def on_streams(order: Iterable[Move], listens: bool = False) -> list[Move]:
+def on_streams(order: Iterable[Move], listens: bool) -> list[Move]:
     """The moves of a backward pass on their streams. `listens`: somebody wants to know how far it
     is."""
     streams = _Streams()

@@ -10,7 +10,7 @@ from tests.end_to_end.run import run
 CODE = """
 import json, torch
 from diffusion.plan.__main__ import example
-from diffusion.plan.inference import sampling_plan
+from diffusion.plan.sampling_plan import sampling_plan
 from diffusion.plan.printed.flops import flops_of
 from diffusion.plan.printed.kernels import launched
 from diffusion.plan.step.network import step_kernels
@@ -21,7 +21,7 @@ for batch, precision in ((1, "bf16"), (16, "bf16"), (1, "tf32"), (1, "fp32")):
     network, args, _ = example("unet64", batch, "", precision)
     shape, cpu, gpu = torch.Size((batch, 64, 64, 3)), torch.device("cpu"), chip("h200")
     ops = step_kernels(network.backend)
-    made = sampling_plan(network.eval(), shape, cpu, ops, gpu.gpu)
+    made = sampling_plan(network.eval(), shape, cpu, ops, 0, gpu.gpu)
     nodes = [n for n in made.schedule.nodes if n not in made.schedule.fixed and n.op != "columns"]
     kernels = launched(made, gpu, ops)
     found[batch if precision == "bf16" else precision] = {

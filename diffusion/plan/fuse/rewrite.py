@@ -41,9 +41,9 @@ class Fusing:
         self,
         graph: Graph,
         mode: str,
-        tf32: bool = True,
-        serves_upsampled: Serves | None = None,  # of a small image, channels of two tensors, CO
-        before: Iterable[Node] = (),  # the other pass, which is only looked at
+        tf32: bool,
+        serves_upsampled: Serves | None,  # of a small image, channels of two tensors, CO
+        before: Iterable[Node],  # the other pass, which is only looked at
     ) -> None:
         self.graph, self.mode, self.tf32 = graph, mode, tf32
         self._serves_upsampled = serves_upsampled
