@@ -36,9 +36,9 @@ from ..models.unet1d import UNet1d
 from ..presets import CONFIGS, parsed, preset
 from ..runtime.backend import PRECISIONS, Backend
 from .build import Plan, plan
-from .calls.table import Kernels
 from .graph import PlanError
 from .inference1d import real_time_plan
+from .launch.table import Kernels
 from .printed.page import Page, page
 from .printed.step import step_page
 from .printed.text import table

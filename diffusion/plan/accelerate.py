@@ -18,9 +18,9 @@ from triton_kernels.runtime.library import once_differentiable
 
 from ..models.layers import Layer
 from .build import Plan, plan
-from .calls.table import launch_kernels, launch_reference
 from .execute import Streams, run_moves
 from .graph import PlanError, Value
+from .launch.table import launch_kernels, launch_reference
 from .numbers_as_tensors import are_tensors
 from .record.notes import is_recording
 from .trees import flatten, holds_tensors, leaves

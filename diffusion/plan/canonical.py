@@ -10,8 +10,8 @@
 
 import torch
 
-from .calls.table import launch_reference
 from .graph import Graph, Node, Value
+from .launch.table import launch_reference
 
 
 def canonicalise(graph: Graph) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import Tensor
 
 from .build import Plan
-from .calls.table import Launcher, filters
 from .execute import Streams, run, run_moves
 from .graph import Node, Value
+from .launch.table import Launcher, filters
 
 
 class Evaluation:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
-from .calls.table import launch_reference
 from .graph import Node, Value
+from .launch.table import launch_reference
 from .moves import Move
 
 

@@ -3,7 +3,7 @@
 A value stands for a tensor: a shape and a dtype. Its memory is contiguous in the order of its
 shape, and images are always [N, H, W, C]. A node computes one or more values from others, which
 have names in the node, its roles, like the arguments of a function. `ops` defines what each node
-computes; `calls` launches it.
+computes; `launch` has what launches it.
 
     trace -> differentiate -> fuse -> schedule -> execute
 

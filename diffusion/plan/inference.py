@@ -16,9 +16,9 @@ from ..models.flat_parameters import FlatParameters
 from ..models.unet import UNet
 from ..process.objective import Denoiser
 from ..sampling.serialize import turn
-from .calls.table import filters, launcher_of
 from .embedding import TOGETHER, EmbeddingLayers
 from .evaluation import Evaluation
+from .launch.table import filters, launcher_of
 from .sampling_plan import context_blocks, sampling_plan
 from .step.network import TrainingUNet, step_kernels
 

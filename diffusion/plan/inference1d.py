@@ -19,10 +19,10 @@ from triton_kernels.runtime.device import Device, describe
 
 from ..models.unet1d import UNet1d
 from .build import Plan
-from .calls.table import launcher_of
 from .evaluation import Evaluation
 from .graph import Node, PlanError, Value
 from .join.stages import MAX_LENGTH, stages
+from .launch.table import launcher_of
 from .schedule import schedule
 from .trace import trace
 

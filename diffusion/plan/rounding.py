@@ -7,8 +7,8 @@ nothing else reads them.
 
 from typing import Any
 
-from .calls.products import has_usual_scale
 from .graph import Graph, Node
+from .launch.products import has_usual_scale
 
 _MAKERS = ("linear", "conv_few")
 _READERS = ("attention", "attention_grad")

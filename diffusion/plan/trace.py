@@ -233,5 +233,5 @@ def op_name(target: torch._ops.OpOverload) -> str:
 
 
 def lowering_of(name: str) -> Callable | None:
-    """The line of the table for an op of this name."""
+    """The row of the table for an op of this name."""
     return LOWERINGS.get(name.removeprefix("aten."))

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from diffusion.plan.build import plan
-from diffusion.plan.calls.table import launch_reference
 from diffusion.plan.evaluation import Evaluation
+from diffusion.plan.launch.table import launch_reference
 
 
 class Sum(nn.Module):

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from diffusion.plan.build import plan
-from diffusion.plan.calls.table import launch_reference
 from diffusion.plan.execute import Streams, run_moves
 from diffusion.plan.fuse.rows import ROWS, leaving_out
+from diffusion.plan.launch.table import launch_reference
 from diffusion.plan.moves import nodes_of
 from diffusion.plan.ops import JOINED
 from tests.plan.compare import in_float64

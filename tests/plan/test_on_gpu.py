@@ -8,7 +8,7 @@ from torch import nn
 from diffusion.models.blocks import AttentionBlock, CrossAttentionBlock, ResBlock
 from diffusion.plan import accelerate
 from diffusion.plan.accelerate import Accelerated
-from diffusion.plan.calls.table import launch_kernels, launch_reference
+from diffusion.plan.launch.table import launch_kernels, launch_reference
 from diffusion.runtime.backend import TORCH_FP32
 from tests.plan.test_fuse import OPTIONS
 

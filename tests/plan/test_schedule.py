@@ -5,7 +5,7 @@ import torch
 
 from diffusion.plan import streams
 from diffusion.plan.build import plan
-from diffusion.plan.calls.table import launch_reference
+from diffusion.plan.launch.table import launch_reference
 from diffusion.plan.moves import MAIN, SECOND, nodes_of
 from diffusion.plan.ops import FREE
 from diffusion.plan.order import GROUP, SMALL, WEIGHT_GRADS

@@ -7,11 +7,11 @@ from torch import nn
 
 from diffusion.models.layers import Conv1d, ConvTranspose1d, GroupNorm, Linear
 from diffusion.models.unet1d import UNet1d
-from diffusion.plan.calls.table import launcher_of
 from diffusion.plan.execute import run
 from diffusion.plan.graph import PlanError
 from diffusion.plan.inference1d import real_time_plan
 from diffusion.plan.join.stages import stages
+from diffusion.plan.launch.table import launcher_of
 from diffusion.plan.ops import STAGED
 from diffusion.plan.trace import trace
 from diffusion.runtime.backend import Backend

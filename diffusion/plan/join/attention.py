@@ -2,8 +2,8 @@
 
 from triton_kernels.attention.projected import projected_spec
 
-from ..calls.products import has_usual_scale
 from ..graph import Node
+from ..launch.products import has_usual_scale
 from .state import Joining, norm_inputs
 
 

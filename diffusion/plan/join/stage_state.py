@@ -8,8 +8,8 @@ from torch import Tensor
 
 from triton_kernels.runtime.device import Device
 
-from ..calls.table import launch_reference
 from ..graph import Graph, Node, PlanError, Value
+from ..launch.table import launch_reference
 from .film import Films
 
 _MOVES = {"slice", "cat", "layout", "reshape", "cast"}

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from triton_kernels.runtime.device import Device
 
-from ..calls.table import launcher_of
 from ..dry_run import DryRun, nothing_launched
 from ..graph import Graph, PlanError
+from ..launch.table import launcher_of
 from ..schedule import fixed_nodes
 from .film import films
 from .stage_rules import RULES

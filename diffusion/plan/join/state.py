@@ -12,9 +12,9 @@ from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.registry.spec import WHOLE_PIXELS, ConvSpec, Spec
 from triton_kernels.runtime.device import Device
 
-from ..calls.table import as_filters, launcher_of
 from ..dry_run import DryRun
 from ..graph import Graph, Node, Value
+from ..launch.table import as_filters, launcher_of
 
 TERMS = ("emb", "residual", "extra0", "extra1", "columns0", "columns1", "extra_bias")
 NORM = ("weight", "bias", "scale", "shift")

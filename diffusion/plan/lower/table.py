@@ -23,24 +23,24 @@ LOWERINGS: dict[str, Callable] = {}
 
 
 @dataclass(frozen=True)
-class _Line:
+class _Row:
     """What a lowering understands besides its parameters."""
 
     known: tuple[str, ...] = ()  # arguments that the trace's result has answered
     only: dict[str, Any] = field(default_factory=dict)  # and those without a default, at one value
 
 
-_LINES: dict[Callable, _Line] = {}
+_ROWS: dict[Callable, _Row] = {}
 
 
 def lowers(
     *names: str, known: tuple[str, ...] = (), only: dict[str, Any] | None = None
 ) -> Callable[[Callable], Callable]:
-    """Decorator of the lowering of these ops of aten; `known` and `only` as in `_Line`."""
+    """Decorator of the lowering of these ops of aten; `known` and `only` as in `_Row`."""
 
     def register(function: Callable) -> Callable:
         LOWERINGS.update(dict.fromkeys(names, function))
-        _LINES[function] = _Line(known, only or {})
+        _ROWS[function] = _Row(known, only or {})
         return function
 
     return register
@@ -95,7 +95,7 @@ def understood(
     if any(p.kind is p.VAR_KEYWORD or p.kind is p.VAR_POSITIONAL for p in parameters):
         return list(args), kwargs  # a call that stays PyTorch's
     names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    line, places, named = _LINES[function], [], {}
+    row, places, named = _ROWS[function], [], {}
     for i, argument in enumerate(low.target._schema.arguments):
         name = argument.name
         if i >= len(args) and name not in kwargs:
@@ -103,12 +103,10 @@ def understood(
         value = args[i] if i < len(args) else kwargs[name]
         if name in names:
             named[name] = value
-        elif name in line.known:
+        elif name in row.known:
             continue
-        elif (
-            name in line.only or argument.kwarg_only or len(places) == len(parameters) - len(names)
-        ):
-            if not _is(value, line.only.get(name, argument.default_value)):
+        elif name in row.only or argument.kwarg_only or len(places) == len(parameters) - len(names):
+            if not _is(value, row.only.get(name, argument.default_value)):
                 raise low.refuse(f"with {name}" + ("" if isinstance(value, View) else f"={value}"))
         else:
             places.append(value)

@@ -19,9 +19,9 @@ from triton_kernels.registry.choose import Decision, noted
 from triton_kernels.runtime.launch_recorder import noting_launches
 
 from ..build import Plan
-from ..calls.table import BY_PYTORCH, Kernels, launcher_of
 from ..execute import Streams, run_moves
 from ..graph import Node, Value
+from ..launch.table import BY_PYTORCH, Kernels, launcher_of
 from ..ops import FREE
 
 

@@ -9,8 +9,8 @@ from triton_kernels import fused_ops
 from triton_kernels.registry.chips import Chip, floor
 
 from ..build import Plan
-from ..calls.table import Kernels
 from ..graph import Node, Value
+from ..launch.table import Kernels
 from ..moves import Move
 from ..ops import FREE
 from ..order import WEIGHT_GRADS

@@ -18,10 +18,10 @@ from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
 from ...models.unet1d import UNet1d
 from ...runtime.backend import Backend
-from ..calls.table import Launcher
 from ..embedding import EmbeddingLayers, Step
 from ..execute import Streams, run_moves
 from ..graph import Value
+from ..launch.table import Launcher
 from ..moves import Move
 from ..places import EMB
 from .others import TrainingNetwork

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ...models.conditions import Conditions, Given
 from ..accelerate import Accelerated
-from ..calls.table import launch_kernels
 from ..graph import PlanError
+from ..launch.table import launch_kernels
 
 log = logging.getLogger(__name__)
 
