@@ -104,5 +104,6 @@ STAGED = {
 # what attention is of: qkv [N, ..., 3C]; or q [N, ..., C] and kv [N, ..., 2C], or k and v, of as
 # many positions or of others
 PARTS = ("qkv", "q", "kv", "k", "v")
+WEIGHT_GRADS = ("conv_dw", "linear_dw")
 FREE = ("reshape", "columns", "detach")  # which make no memory
 OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED | STAGED

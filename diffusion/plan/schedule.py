@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from .graph import Graph, Node, Value
 from .moves import Move, nodes_of
-from .order import InStep, backward_moves, forward_moves
+from .order import backward_moves, forward_moves
+from .step import order as of_step
 from .streams import alive, let_go, on_streams
 
 
@@ -43,14 +44,18 @@ def schedule(
     graph: Graph,
     start: int | None = None,
     kept: Collection[Value] = (),  # beside the graph's results
-    step: InStep | None = None,  # None: gradients are tensors of their own
+    step: of_step.InStep | None = None,  # None: gradients are tensors of their own
     listens: bool = False,  # somebody wants to know how far backward is
 ) -> Schedule:
     """The schedule of a graph whose nodes from `start` on are the backward pass."""
     start = len(graph.nodes) if start is None else start
     ahead, behind = graph.nodes[:start], graph.nodes[start:]
-    forward = forward_moves(ahead, step)
-    backward = on_streams(backward_moves(behind, step), listens) if behind else []
+    if step is None:
+        forward, order = forward_moves(ahead), backward_moves(behind)
+    else:
+        forward = of_step.forward_moves(ahead, step)
+        order = of_step.backward_moves(behind, step)
+    backward = on_streams(order, listens) if behind else []
     kept = {*graph.outputs, *kept}
     let_go([*forward, *backward], kept)
     placed = () if step is None else set(step.placed)

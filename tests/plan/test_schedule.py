@@ -7,8 +7,8 @@ from diffusion.plan import streams
 from diffusion.plan.build import plan
 from diffusion.plan.launch.table import launch_reference
 from diffusion.plan.moves import MAIN, SECOND, nodes_of
-from diffusion.plan.ops import FREE
-from diffusion.plan.order import GROUP, SMALL, WEIGHT_GRADS
+from diffusion.plan.ops import FREE, WEIGHT_GRADS
+from diffusion.plan.order import GROUP, SMALL
 from diffusion.plan.streams import alive, rounded
 from tests.plan.networks import network
 from tests.plan.test_races import races

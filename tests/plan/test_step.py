@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion.models.flat_parameters import FlatParameters
-from diffusion.plan import order, schedule, streams
+from diffusion.plan import schedule, streams
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.moves import MAIN, SECOND, THIRD
-from diffusion.plan.step import memory
+from diffusion.plan.step import memory, order
 from diffusion.plan.step import network as network_module
 from diffusion.plan.step.network import TrainingUNet
 from diffusion.plan.streams import rounded

@@ -94,7 +94,7 @@ def _doubles(w: Stages, conv: Node) -> Node | None:
     if reader is None or reader.op != "reshape":
         return None
     n, _, t, c = conv.out.shape
-    numbers, bias = w.moved(conv.inputs["weight"]), w.moved(w.bias(conv))
+    numbers, bias = (w.rearranged(v) for v in (conv.inputs["weight"], w.bias(conv)))
     if (
         tuple(reader.out.shape) != (n, 1, 2 * t, c // 2)
         or conv.inputs["weight"].shape[3] != 3

@@ -12,7 +12,7 @@ from ..graph import Graph, Node, PlanError, Value
 from ..launch.table import launch_reference
 from .film import Films
 
-_MOVES = {"slice", "cat", "layout", "reshape", "cast"}
+_REARRANGES = {"slice", "cat", "layout", "reshape", "cast"}
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,15 @@ class Stages:
             self.refuse(node, f"a {node.op} without a bias")
         return node.inputs["bias"]
 
-    def moved(self, value: Value) -> Tensor | None:
+    def rearranged(self, value: Value) -> Tensor | None:
         """Which number of a parameter is where, counted from one, and zero where there is none;
-        None if a value is not parameters that were only moved."""
+        None if a value is not parameters that were only rearranged."""
         order, todo = [], [value]
         while todo:
             node = self.producers.get(todo.pop())
             if node is None or node in order:
                 continue
-            if node.op not in _MOVES:
+            if node.op not in _REARRANGES:
                 return None
             order.append(node)
             todo += node.inputs.values()

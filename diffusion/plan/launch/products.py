@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..graph import Node, many
-from ..ops import PARTS
-from ..order import WEIGHT_GRADS
+from ..ops import PARTS, WEIGHT_GRADS
 from .pytorch import leaf
 from .table import (
     Inputs,

@@ -12,8 +12,7 @@ from ..build import Plan
 from ..graph import Node, Value
 from ..launch.table import Kernels
 from ..moves import Move
-from ..ops import FREE
-from ..order import WEIGHT_GRADS
+from ..ops import FREE, WEIGHT_GRADS
 from .flops import flops_of
 from .kernels import Launched, launched
 

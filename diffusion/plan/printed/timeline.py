@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..moves import MAIN
-from ..ops import FREE
-from ..order import WEIGHT_GRADS
+from ..ops import FREE, WEIGHT_GRADS
 from .page import Line, Page
 
 # streams, by their numbers in the table
