@@ -4,7 +4,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,14 +13,12 @@ from torch.nn.modules import module as nn_module
 
 from triton_kernels import fused_ops
 from triton_kernels.runtime.device import describe, on_gpu
-from triton_kernels.runtime.library import once_differentiable
 
 from ..models.layers import Layer
 from .build import Plan, plan
-from .execute import Streams, run_moves
-from .graph import PlanError, Value
-from .launch.table import launch_kernels, launch_reference
+from .graph import PlanError
 from .numbers_as_tensors import are_tensors
+from .planned import Planned, evaluate
 from .record.notes import is_recording
 from .trees import flatten, holds_tensors, leaves
 
@@ -104,9 +101,9 @@ class Accelerated(nn.Module):
         ]
         if made.backward is None:
             with torch.no_grad():
-                outputs, _ = _evaluate(made, inputs, parameters, self._launch)
+                outputs, _ = evaluate(made, inputs, parameters, self._launch)
         else:
-            outputs = _Planned.apply(made, self._launch, len(inputs), *inputs, *parameters)
+            outputs = Planned.apply(made, self._launch, len(inputs), *inputs, *parameters)
         with torch.no_grad():
             for name, y in zip(written, outputs[len(outputs) - len(written) :], strict=True):
                 tensors[name].copy_(y)
@@ -241,102 +238,3 @@ def _hashable(x: Any) -> Any:
     changes = type(x).__hash__ is object.__hash__ and not callable(x)
     state = vars(x) if changes and hasattr(x, "__dict__") else {}
     return x, *((key, _hashable(value)) for key, value in state.items())
-
-
-def launcher(device: torch.device) -> Callable:
-    """What launches a node there."""
-    return launch_kernels if on_gpu(device) else launch_reference
-
-
-@lru_cache
-def _streams(device: torch.device) -> Streams:
-    return Streams(device, others=1)
-
-
-def _evaluate(
-    made: Plan, inputs: list[Tensor], parameters: list[Tensor], launch: Callable | None
-) -> tuple[tuple[Tensor, ...], dict[Value, Tensor]]:
-    """What the forward pass of a plan gives, and what its backward pass reads."""
-    graph, given = made.graph, [x.detach() for x in (*inputs, *parameters)]
-    starts = [*graph.inputs, *graph.parameters.values()]
-    values = dict(zip(starts, given, strict=True)) | graph.constants
-    device = next((x.device for x in given), torch.device("cpu"))
-    with torch.autocast(device.type, enabled=False):
-        launch = launch or launcher(device)
-        run_moves(made.schedule.forward, values, _streams(device), launch)
-    outputs: dict[Value, Tensor] = {}
-    for v, memory in zip(graph.outputs, made.memory, strict=True):
-        y = values[v].clone() if memory in graph.constants else values[v]
-        # two of one tensor, of which one may have no gradient
-        seen = any(y is z for w, z in outputs.items() if w is not v)
-        outputs[v] = y.detach() if seen else y
-    return tuple(outputs[v] for v in graph.outputs), values
-
-
-def _refuse_written(
-    made: Plan, values: dict[Value, Tensor], results: list[Tensor], versions: list[int]
-) -> None:
-    """RuntimeError: backward reads a result that somebody has written to."""
-    written = {
-        y.untyped_storage()._cdata: i
-        for i, (y, version) in enumerate(zip(results, versions, strict=True))
-        if y._version != version
-    }
-    read = {v for move in made.schedule.backward for v in move.reads} if written else ()
-    for at in (written.get(values[v].untyped_storage()._cdata) for v in read if v in values):
-        if at is not None:
-            raise RuntimeError(
-                f"result {at}, of {list(results[at].shape)}, has been modified by an inplace"
-                " operation, and backward reads it; write to a copy of it"
-            )
-
-
-class _Planned(torch.autograd.Function):
-    """One node of autograd for the whole network."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, made: Plan, launch: Callable | None, count: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        outputs, values = _evaluate(made, list(tensors[:count]), list(tensors[count:]), launch)
-        # no views, to which nobody could write, but of what is the caller's, where it would be seen
-        starts = {*made.graph.inputs, *made.graph.parameters.values()}
-        pairs = zip(made.memory, outputs, strict=True)
-        outputs = tuple(y if v in starts else y.data for v, y in pairs)
-        ctx.made, ctx.launch, ctx.values = made, launch, values
-        ctx.results = [y.detach() for y in outputs]
-        ctx.versions = [y._version for y in outputs]
-        ctx.save_for_backward(*tensors)  # which notices if somebody has written to one
-        results = zip(made.graph.outputs, outputs, strict=True)
-        ctx.mark_non_differentiable(*(y for v, y in results if v not in made.backward.seeds))
-        ctx.set_materialize_grads(False)
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
-        made: Plan = ctx.made
-        backward, graph = made.backward, made.graph
-        tensors = ctx.saved_tensors  # raises if one has changed
-        if ctx.values is None:
-            raise RuntimeError("backward through a plan a second time: its values are gone")
-        values, ctx.values = ctx.values, None
-        _refuse_written(made, values, ctx.results, ctx.versions)
-        for value, dy in zip(graph.outputs, dys, strict=True):
-            seed = backward.seeds.get(value)
-            if seed is not None:
-                zeros = torch.zeros(value.shape, dtype=value.dtype, device=tensors[0].device)
-                values[seed] = zeros if dy is None else dy.to(value.dtype).contiguous()
-        device = tensors[0].device
-        with torch.autocast(device.type, enabled=False):
-            launch = ctx.launch or launcher(device)
-            run_moves(made.schedule.backward, values, _streams(device), launch)
-            _streams(device).join()
-        asked = {v for v, dy in zip(graph.outputs, dys, strict=True) if dy is not None}
-        starts = [*graph.inputs, *graph.parameters.values()]
-        grads = [backward.grads.get(value) for value in starts]
-        grads = [  # of results that have a gradient
-            g if asked & backward.results.get(value, set()) else None
-            for value, g in zip(starts, grads, strict=True)
-        ]
-        return None, None, None, *(None if g is None else values[g] for g in grads)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion.models.blocks import AttentionBlock, CrossAttentionBlock, ResBlock
-from diffusion.plan import accelerate
+from diffusion.plan import planned
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.launch.table import launch_kernels, launch_reference
 from diffusion.runtime.backend import TORCH_FP32
@@ -48,9 +48,9 @@ def test_same_results_and_gradients(channels, tf32, device, monkeypatch):
     found = []
     for kernels in (False, True):
         if kernels:
-            monkeypatch.setattr(accelerate, "launcher", lambda device: launch_kernels)
+            monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
         else:
-            monkeypatch.setattr(accelerate, "launcher", lambda device: launch_reference)
+            monkeypatch.setattr(planned, "launcher", lambda device: launch_reference)
         y = Accelerated(module)(x, emb, rng)
         dy = torch.ones_like(y) + y.detach()
         found.append((y.detach(), *torch.autograd.grad(y, parameters, dy)))
@@ -108,7 +108,7 @@ def test_attention_to_a_context(scale, device, monkeypatch):
     x, context = torch.randn(2, 3, 4, 16, device=device), torch.randn(2, 5, 6, device=device)
     parameters, found, expected = list(module.parameters()), [], module(x, context)
     for launch in (launch_kernels, launch_reference):
-        monkeypatch.setattr(accelerate, "launcher", lambda device, launch=launch: launch)
+        monkeypatch.setattr(planned, "launcher", lambda device, launch=launch: launch)
         y = Accelerated(module)(x, context)
         found.append((y.detach(), *torch.autograd.grad(y, parameters, expected.detach())))
     found.append((expected.detach(), *torch.autograd.grad(expected, parameters, expected.detach())))
@@ -131,7 +131,7 @@ def test_convolutions_that_no_fused_kernel_has(layer, shape, device, monkeypatch
     """Of other sizes than the image's, or strides that differ: by the public op, or PyTorch."""
     layer, x = layer.to(device), torch.randn(shape, device=device, requires_grad=True)
     monkeypatch.setattr(Accelerated, "_tf32", lambda self: (True, True))
-    monkeypatch.setattr(accelerate, "launcher", lambda device: launch_kernels)
+    monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
     expected, y = layer(x), Accelerated(layer)(x)
     dy = torch.randn_like(y)
     given = x, *layer.parameters()
