@@ -29,8 +29,8 @@ class Line:
     bytes: int
     flops: int
     floor_us: float
-    source: str
-    why: str
+    source: str = ""
+    why: str = ""
     waits: tuple[int, ...] = ()  # for lines of other streams, by their numbers
     image: str = ""  # rows and columns, such as 32x32, where it multiplies
 
@@ -67,7 +67,7 @@ class Writer:
         if move.what != "wait":
             self._waits = ()
 
-    def write(self, nodes: Sequence[Node], pass_: str, made: Launched, stream: int) -> None:
+    def write_nodes(self, nodes: Sequence[Node], pass_: str, made: Launched, stream: int) -> None:
         """The line of nodes that are launched together."""
         node = nodes[-1]
         values = {v for n in nodes if n.op not in FREE for v in _moved(n)}
@@ -77,26 +77,34 @@ class Writer:
         alike = sum(n.op == node.op for n in nodes)
         name = f"{node.out.name.split('.')[0]} {shape}" + f" and {alike - 1} more" * (alike > 1)
         why = [r for n in nodes for v in n.outputs.values() for r in self.why.get(v, ())]
-        said, flops = (node.source, "; ".join(dict.fromkeys(why))), sum(map(flops_of, nodes))
-        image = _image(node) if flops else ""
-        self.write_other(name, node.op, pass_, made, stream, moved, flops, *said, image)
+        flops = sum(map(flops_of, nodes))
+        self.write(
+            name,
+            node.op,
+            pass_,
+            made,
+            stream,
+            moved,
+            flops,
+            source=node.source,
+            why="; ".join(dict.fromkeys(why)),
+            image=_image(node) if flops else "",
+        )
 
-    def write_other(
+    def write(
         self,
         name: str,
         op: str,
         pass_: str,
         made: Launched,
         stream: int,
-        moved: int,  # bytes
+        moved: int = 0,  # bytes
         flops: int = 0,
-        source: str = "",
-        why: str = "",
-        image: str = "",
+        **more: str,  # source, why and image
     ) -> None:
-        least = floor(self.gpu, flops, moved)
-        what = name, op, pass_, made, stream, moved, flops, least, source, why
-        self.lines.append(Line(*what, self._waits, image))
+        """A line."""
+        what = name, op, pass_, made, stream, moved, flops, floor(self.gpu, flops, moved)
+        self.lines.append(Line(*what, waits=self._waits, **more))
         self._waits = ()
 
 
@@ -109,7 +117,7 @@ def lines(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> list[Line]:
         with writer.of(move):
             for node in move.all_nodes:
                 which = "parameters" if node in s.fixed else pass_
-                writer.write((node,), which, kernels[node], move.stream)
+                writer.write_nodes((node,), which, kernels[node], move.stream)
     return writer.lines
 
 

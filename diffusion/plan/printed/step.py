@@ -65,20 +65,21 @@ class _Step:
         self.writer = Writer(gpu, made.graph.why)
 
     def add(self, move: Move, values: dict[Value, Tensor]) -> None:
-        found, write = self.notes.taken(), self.writer
+        found, writer = self.notes.taken(), self.writer
         for value in (*move.reads, *move.made):
             if value in values and value not in self.made.placed:
                 value.shape = tuple(values[value].shape)  # as the kernels have made it
         pass_ = "backward" if move in self.backward else "forward"
-        with write.of(move):
+        with writer.of(move):
             if move.nodes:
                 found = Launched((move.nodes[0].op,)) if is_interpreted() else found
                 if move.nodes[0].op == "bias_grad" and not move.before:
                     found = Launched(())  # in `sums`
                 fixed = pass_ == "forward" and all(v in self.made.low for v in move.reads)
-                write.write(move.all_nodes, "parameters" if fixed else pass_, found, move.stream)
+                which = "parameters" if fixed else pass_
+                writer.write_nodes(move.all_nodes, which, found, move.stream)
             elif move.what == "wait":
-                write.write_other(move.what, move.what, pass_, Launched(()), move.stream, 0)
+                writer.write(move.what, move.what, pass_, Launched(()), move.stream)
             elif found.kernels != ("PyTorch",):
                 self._other(move, pass_, found)
 
@@ -89,4 +90,4 @@ class _Step:
             weight = self.network.embedding.projection.weight
             name, stream, read = f"embedding, {pass_}", _EMBEDDING, weight.nbytes
         made = Launched(found.kernels, found.config)
-        self.writer.write_other(name, move.what, pass_, made, stream, read)
+        self.writer.write(name, move.what, pass_, made, stream, read)
