@@ -23,7 +23,7 @@ from torch import Tensor
 from diffusion.errors import ConfigError
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.runtime.cache_keys import settle_cache_folder
-from triton_kernels.runtime.device import is_rehearsal
+from triton_kernels.runtime.device import describe, is_rehearsal
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -200,7 +200,7 @@ def provenance() -> Provenance:
     """Of this process; the commit comes from git, or from the variable BENCHMARK_COMMIT where the
     sources lie outside of their repository. The run is named after the time when this process
     started, unless the variable BENCHMARK_RUN names one that several processes belong to."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    name = gpu_name() if torch.cuda.is_available() else "cpu"
     run = os.environ.get("BENCHMARK_RUN") or _STARTED
     return Provenance(slug(name), torch.__version__, triton.__version__, _commit(), run)
 
@@ -212,6 +212,14 @@ def replace_between(path: Path, begin: str, end: str, lines: str) -> None:
     if not 0 <= first < last:
         raise ConfigError(f"{path} has no line {begin} before a line {end}")
     path.write_text(f"{text[:first]}{begin}\n{lines}\n{text[last:]}")
+
+
+def gpu_name() -> str:
+    """That of the GPU; sm_80-on-NAME within `tests.kernels.other_chip`, whose times are others."""
+    name = torch.cuda.get_device_name()
+    major, minor = torch.cuda.get_device_capability()
+    arch = describe(torch.device("cuda")).arch
+    return name if arch == 10 * major + minor else f"sm_{arch}-on-{name}"
 
 
 def slug(gpu_name: str) -> str:

@@ -1,11 +1,13 @@
 """Rows of results: in files, as ratios, in pictures."""
 
 import pytest
+import torch
 
 from benchmarks import harness, run, summary
 from benchmarks.plots import draw_plots, merged
 from benchmarks.providers import experiments
 from diffusion.errors import ConfigError
+from triton_kernels.runtime.device import Device, standing_for
 
 from .small import TINY, row
 
@@ -110,3 +112,11 @@ def test_the_page_of_the_ops_has_the_table_of_the_csv():
     [path] = summary.files_of_ops()
     text = (harness.ROOT / "docs" / "ops.md").read_text()
     assert f"{summary.BEGIN}\n{summary.format_ops(harness.read_rows(path))}" in text
+
+
+def test_rows_of_another_chips_code_say_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for arch, name in ((90, "NVIDIA H200"), (80, "sm_80-on-NVIDIA H200")):
+        with standing_for(Device(arch == 90, 132, 166_912, arch=arch)):
+            assert harness.gpu_name() == name
