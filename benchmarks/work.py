@@ -135,7 +135,8 @@ def work_of(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Work
             used = len(index) / len(x)  # a data set, of which a batch is read
         moved += round(x.nbytes * used)
     if name == "conv_split":
-        moved += args[0].shape[:3].numel() * len(args[1]) * args[0].itemsize
+        pixels = args[0].shape[:3].numel() // kwargs.get("stride", 1) ** 2
+        moved += pixels * len(args[1]) * args[0].itemsize
     elif name == "norm_single_cta" and isinstance(args[0], Tensor):
         moved += result[0].nbytes  # the other is what was given
     else:
@@ -173,6 +174,8 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
     if name in _FAMILIES["conv fwd"]:
         y = args[0] if name == "conv_split" else next(_tensors(result))
         pixels = y.shape[:3].numel()
+        if name == "conv_split":
+            pixels //= kwargs.get("stride", 1) ** 2
         extra = sum(weight.numel() for _, weight in kwargs.get("extra", ()))
         weight = args[{"norm_conv": 7, "norm_conv_of_two": 8}.get(name, 1)]
         return 2 * pixels * (weight.numel() + extra)

@@ -1,5 +1,6 @@
 """Convolutions at a small batch: in parts, early, by rows; against `reference.fused`."""
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -55,12 +56,13 @@ def split_case(case, precision, device):
     return (x, weight, extra), seen, splits
 
 
-def check_split(parts, seen, precision):
+def check_split(parts, seen, precision, **how):
     """Their sum is that of the products. Tensor cores round every addition towards zero, and of
     float32 each one of a step."""
     x, weight, extra = seen
-    exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
-    low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
+    doubles = x.double(), weight.double()
+    exact = fused_reference.conv_split(*doubles, extra=double(extra), **how).sum(0)
+    low = fused_reference.conv_split(x, weight, extra=extra, **how).double().sum(0)
     rest = {"tf32": 1e-4, "fp32": 4e-6} if x.is_cuda else {}
     close(parts.sum(0), exact, low, rest=rest.get(precision, 1e-6))
 
@@ -75,6 +77,38 @@ def test_conv_split(case, precision, tensor_cores_cut_off, device):  # noqa: F81
     assert parts.dtype == torch.float32 and parts.shape[0] == splits
     check_split(parts, seen, precision)
     assert all(part.abs().sum() > 0 for part in parts)
+
+
+HALVED = {  # N, H, W, CI, CO, R, S, extras, parts; padding
+    "one image": ((1, 8, 8, 64, 48, 3, 3, (), 4), 1),
+    "zeros behind": ((2, 6, 10, 32, 64, 3, 3, (), 3), 0),
+    "one pixel": ((3, 2, 2, 64, 16, 3, 3, (), 2), 1),
+    "25 taps": ((1, 8, 4, 32, 40, 5, 5, (), 5), 2),
+}
+
+
+def check_halved(case, padding, precision, device, config=None):
+    (x, weight, _), seen, splits = split_case(case, precision, device)
+    how = {"stride": 2, "padding": padding}
+    config = config or SplitConfig(64, 64, 32, 4, 2, splits)
+    options = {"allow_tf32": precision == "tf32", "config": config}
+    parts = conv_split.conv_split(x, weight, **how, **options)
+    assert parts.shape == (config.parts, case[0], case[4], case[1] * case[2] // 4)
+    check_split(parts, seen, precision, **how)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
+@pytest.mark.parametrize(("case", "padding"), HALVED.values(), ids=HALVED)
+def test_convolutions_of_stride_2_in_parts(case, padding, precision, tensor_cores_cut_off, device):  # noqa: F811
+    check_halved(case, padding, precision, device)
+
+
+def test_blocks_of_channels_do_not_reach_into_the_other_parity():
+    spec = ConvSpec(1, "tf32", 8, 8, 96, 64, p=4, q=4, stride=2)
+    configs = CONV_SPLIT.kernel("split_k").configs(spec, HOPPER)
+    assert {config.block_k for config in configs} == {32}
+    odd = dataclasses.replace(spec, k=40)
+    assert "parity" in CONV_SPLIT.cannot(CONV_SPLIT.kernel("split_k"), odd, HOPPER)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -208,6 +242,26 @@ def test_every_configuration(case, precision, device):
             parts = conv_split.conv_split(x, weight, **options, config=config)
             assert parts.shape[0] == config.parts
             check_split(parts, seen, precision)
+
+
+HALVED_SHAPES = {  # of ddpm_cifar10 and latents
+    "32x32": (1, 32, 32, 128, 128, 3, 3, ()),
+    "16x16, four images": (4, 16, 16, 256, 256, 3, 3, ()),
+    "8x8": (1, 8, 8, 640, 640, 3, 3, ()),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "fp32"])
+@pytest.mark.parametrize("case", HALVED_SHAPES.values(), ids=HALVED_SHAPES)
+def test_every_configuration_of_stride_2(case, precision, device):
+    (x, weight, _), *_ = split_case((*case, 1), precision, device)
+    for padding in (0, 1):
+        how = {"stride": 2, "padding": padding, "allow_tf32": precision == "tf32"}
+        spec = conv_split.split_spec(x, weight, **how)
+        for config in CONV_SPLIT.kernel("split_k").configs(spec, describe(device)):
+            for _ in range(3):
+                check_halved((*case, 1), padding, precision, device, config)
 
 
 @pytest.mark.gpu

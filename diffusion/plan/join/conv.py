@@ -1,5 +1,7 @@
 """Convolutions: split-K, and fused with the norm before or after them."""
 
+from triton_kernels.conv.plain.split_k import split_spec
+
 from ..graph import Node
 from .attention import waits_for_projection
 from .resample import of_upsampled
@@ -23,6 +25,8 @@ def linear(j: Joining, node: Node) -> None:
 
 def conv(j: Joining, node: Node) -> None:
     r, s = j.filters(node).shape[2:]
+    if r == s > 1 and _halves(node) and _down(j, node):
+        return None
     if not node.keeps_size or r != s:  # the kernels that join anything have square filters
         return j.other(node)
     y, x = node.out, node.inputs["x"]
@@ -44,16 +48,44 @@ def conv(j: Joining, node: Node) -> None:
         if reader.op == "norm" and _conv_then_norm(j, node, reader, splits):
             return None
     if splits:
-        parts = j.graph.value(f"{y.name}.parts", y.shape, y.exact)
-        extra = {r: v for r, v in node.inputs.items() if r[:-1] in ("extra", "columns")}
-        inputs = {"x": x, "weight": node.inputs["weight"], **extra}
-        split = j.emit("conv_split", inputs, {"parts": parts}, node)
-        j.parts[y] = node
-        node.inputs["parts"] = split.out
-        j.measured[node.outputs["partials"]] = y
-        return None
+        return _in_parts(j, node)
     j.emit("conv_few", node.inputs, node.outputs, node, **node.attrs)
     return None
+
+
+def _in_parts(j: Joining, node: Node, **how: int) -> None:
+    y = node.out
+    parts = j.graph.value(f"{y.name}.parts", y.shape, y.exact)
+    extra = {r: v for r, v in node.inputs.items() if r[:-1] in ("extra", "columns")}
+    inputs = {"x": node.inputs["x"], "weight": node.inputs["weight"], **extra}
+    split = j.emit("conv_split", inputs, {"parts": parts}, node, **how)
+    j.parts[y] = node
+    node.inputs["parts"] = split.out
+    if "partials" in node.outputs:
+        j.measured[node.outputs["partials"]] = y
+
+
+def _halves(node: Node) -> bool:
+    """Whether it is of stride 2, to images half as high and wide, with as many zeros above as left
+    of them."""
+    above, _, left, _ = node.attrs.get("padding", (0,) * 4)
+    x, y = node.inputs["x"].shape, node.out.shape
+    stride = node.attrs.get("stride") == (2, 2) and above == left
+    return node.op == "conv" and stride and x[1:3] == (2 * y[1], 2 * y[2])
+
+
+def _down(j: Joining, node: Node) -> bool:
+    """In parts, whose sum the norm behind it takes too."""
+    x, how = node.inputs["x"], {"stride": 2, "padding": node.attrs["padding"][0]}
+    j.need(x)
+    spec = split_spec(j.dry[x], j.filters(node), **how, allow_tf32=j.tf32)
+    if not j.joins("conv_split", spec):
+        return False
+    sums = next((r for r in j.readers(node.out) if r.op == "moments"), None)
+    if sums is not None:
+        node.outputs["partials"] = sums.out
+    _in_parts(j, node, **how)
+    return True
 
 
 def _take_sums(j: Joining, node: Node) -> None:

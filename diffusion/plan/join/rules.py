@@ -6,8 +6,8 @@ keeps busy. `join` visits the nodes of a forward pass in order and turns
 
     a norm                          into `norm_single_cta`, in which a program holds whole groups of
                                     an image in registers, or `norm_of_sums`: one launch each
-    a convolution of few tiles      into `conv_split`, split-K over all multiprocessors; the norm
-                                    that reads it adds the parts, else `sum_parts`, `resample_parts`
+    a convolution of few tiles,     into `conv_split`, split-K over all multiprocessors; the norm
+    of stride 2 too                 that reads it adds the parts, else `sum_parts`, `resample_parts`
     conv, norm of few pixels        into `conv_norm`; for more images `conv_norm_grid_sync`, whose
                                     programs wait for one another
     conv to q, k, v; attention      into `projected_attention`; for many images with the norm before

@@ -43,7 +43,8 @@ def _conv_few(run, node, given):
 
 @launches("conv_split")
 def _conv_split(run, node, given):
-    return run.kernels.conv_split(given["x"], filters(given["weight"]), extra=extra(given))
+    operands, how = (given["x"], filters(given["weight"])), node.attrs  # of stride 2, if there is
+    return run.kernels.conv_split(*operands, extra=extra(given), **how)
 
 
 def _split(node, given: Inputs, prefix: str = "", shape=None) -> SplitConv:

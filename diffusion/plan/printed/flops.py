@@ -38,7 +38,10 @@ def flops_of(node: Node) -> int:
     each = inputs["weight"].numel + sum(value.numel for value in node.many("columns"))
     if op == "projected_attention":
         return 2 * _pixels(of) * each + 4 * math.prod(out.shape[1:-1]) * out.numel
-    return 2 * _pixels(of) * each
+    pixels = _pixels(of)
+    if op == "conv_split":
+        pixels //= node.attrs.get("stride", 1) ** 2
+    return 2 * pixels * each
 
 
 def _pixels(image: Value) -> int:

@@ -7,10 +7,12 @@ adds them as it does (`norm_single_cta`), with the bias, the embedding and the r
 
     parts[s, n, co, p]   float32; their sum over s is conv(x) + the 1x1 convolutions of `extra`
 
+Of stride 2, x is seen by parity (`conv.plain.products`), and there is no `extra`.
 Products are those of `conv.plain.products`. Of float32 they are three of TF32 each, of numbers that
 are split in registers: copies would be two launches more.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -32,7 +34,7 @@ from ..hopper import one_row
 from .fused_launch import columns_in_boxes
 from .products import multiply, tile_origin, whole_sum
 from .small_batch import MOST_PARTS, refuse_split, split_early, split_work, untimed_split
-from .tma_boxes import count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
+from .tma_boxes import by_parity, count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -133,7 +135,7 @@ def _add_pointwise(
 
 @triton.jit(do_not_specialize=["N", "P", "Q"])
 def _conv_split_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]; STRIDE 2: by parity
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
     extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
     extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]; "ieee": [1, CO, C1], likewise
@@ -150,6 +152,8 @@ def _conv_split_kernel(
     steps,  # of a part
     R: tl.constexpr,
     S: tl.constexpr,
+    PAD: tl.constexpr,
+    STRIDE: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
@@ -169,7 +173,7 @@ def _conv_split_kernel(
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     acc, small = multiply(
         acc, acc, x_desc, None, w_desc, None, at, CI, start, tl.minimum(end, total),
-        R, S, R // 2, S // 2, 1, False, PRECISION, BLOCK_K,
+        R, S, PAD, PAD, STRIDE, False, PRECISION, BLOCK_K,
     )  # fmt: skip
     if extra1_desc is not None:
         blocks = tl.cdiv(C1, BLOCK_K)
@@ -202,47 +206,71 @@ def conv_split(
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
     *,
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
+    stride: int = 1,  # 2: of even H and W, of which P and Q are half; without `extra`
+    padding: int | None = None,  # above and left of the image; None: R // 2; below as P and Q need
     allow_tf32: bool = True,  # of float32
     config: RowParts | EarlyParts | SplitConfig | None = None,
-) -> Tensor:  # float32 [S, N, CO, H * W]
-    """The parts of conv(x), of stride 1 and padding R // 2, and 1x1 convolutions of others."""
+) -> Tensor:  # float32 [S, N, CO, P * Q]
+    """The parts of conv(x), of square filters, and 1x1 convolutions of others."""
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
     assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
-    assert weight.permute(0, 2, 3, 1).is_contiguous() and r % 2 == s % 2 == 1
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and r == s and r % 2 == 1
+    assert stride == 1 or (h % 2 == w % 2 == 0 and not extra)
     channels = [other.shape[3] for other, _ in extra]
-    others, gpu = [other for other, _ in extra], describe(x.device)
-    spec = forward_spec(x, weight, extra=others, allow_tf32=allow_tf32)
+    spec, gpu = split_spec(x, weight, extra, stride, padding, allow_tf32), describe(x.device)
     if config is None:
+        given = {"extra": extra, "stride": stride, "padding": padding, "allow_tf32": allow_tf32}
 
         def run(c: tuple) -> Tensor:
-            return conv_split(x, weight, extra=extra, allow_tf32=allow_tf32, config=c).sum(0)
+            return conv_split(x, weight, **given, config=c).sum(0)
 
         config = select(CONV_SPLIT, spec, gpu, run).config
     if isinstance(config, EarlyParts):
         return split_early(x, weight, extra=extra)
-    parts = _empty((config.parts, n, co, h * w), dtype=torch.float32, device=x.device)
+    p, q = spec.size
+    parts = _empty((config.parts, n, co, p * q), dtype=torch.float32, device=x.device)
     if n == 0:
         return parts
     if isinstance(config, RowParts):
         one_row.launch_parts(x, weight, parts)
         return parts
-    box, precision = pixel_box(config.block_m, n, h, w), precision_of(x.dtype, allow_tf32)
+    box, precision = pixel_box(config.block_m, n, p, q), precision_of(x.dtype, allow_tf32)
     pairs = []
     for other, w1x1 in extra:
         assert other.is_contiguous() and w1x1.shape == (co, other.shape[3])
         filters = columns_in_boxes(w1x1, [config.block_c, config.block_k], precision == "ieee")
         pairs += [in_boxes(other, [*box, config.block_k]), filters]
     steps = triton.cdiv(_steps(config.block_k, spec), config.parts)
-    grid = (count_boxes(box, n, h, w) * triton.cdiv(co, config.block_c), config.parts)
+    grid = (count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c), config.parts)
+    read = by_parity(x) if stride == 2 else x
+    pixels = [*box[:2], 1, box[2]] if stride == 2 else box
     _conv_split_kernel[grid](
-        in_boxes(x, [*box, config.block_k]),
+        in_boxes(read, [*pixels, config.block_k]),
         weight_in_boxes(weight, config.block_c, config.block_k), *pairs, *[None] * (4 - len(pairs)),
-        parts, n, h, w, ci, *channels, *[0] * (2 - len(extra)), co, steps,
-        R=r, S=s, PRECISION=precision, **tile_sizes(box, config),
-        **overlapping(x.device, n * h * w),
+        parts, n, p, q, ci, *channels, *[0] * (2 - len(extra)), co, steps,
+        R=r, S=s, PAD=spec.pads[0], STRIDE=stride, PRECISION=precision,
+        **tile_sizes(box, config), **overlapping(x.device, n * p * q),
     )  # fmt: skip
     return parts
+
+
+def split_spec(
+    x: Tensor,
+    weight: Tensor,
+    extra: Sequence[tuple[Tensor, Tensor]] = (),
+    stride: int = 1,
+    padding: int | None = None,
+    allow_tf32: bool = True,
+) -> ConvSpec:
+    """What `conv_split` computes of its arguments."""
+    halved = {}
+    if stride == 2:
+        n, h, w, _ = x.shape
+        halved = {"p": h // 2, "q": w // 2, "stride": 2}
+        halved["padding"] = None if padding is None else (padding, padding)
+    others = [other for other, _ in extra]
+    return forward_spec(x, weight, extra=others, allow_tf32=allow_tf32, **halved)
 
 
 def _steps(block_k: int, spec: ConvSpec) -> int:
@@ -256,7 +284,9 @@ def _tiles(spec: ConvSpec, gpu: Device) -> list[tuple[int, ...]]:
     rows = (128, 256) if spec.k * spec.itemsize > 64 else (64,)
 
     def fits(block_c: int, block_m: int, row: int, _: int, stages: int) -> bool:
-        whole = block_m <= max(spec.h * spec.w, 64)
+        whole = block_m <= max(math.prod(spec.size), 64)
+        if spec.stride == 2 and spec.k % (row // spec.itemsize):
+            return False  # a block of channels would reach into the other parity
         if spec.precision == "ieee" and (block_c * block_m > _SUMS or row > 128):
             return False
         fetched = stages * (block_c + block_m) * row
@@ -293,7 +323,7 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[SplitConfig]:
 
 def _programs(spec: ConvSpec, block_c: int, block_m: int) -> int:
     """Of a part."""
-    images = spec.n, spec.h, spec.w
+    images = spec.n, *spec.size
     return count_boxes(pixel_box(block_m, *images), *images) * triton.cdiv(spec.c, block_c)
 
 
@@ -309,7 +339,7 @@ def _work(spec: ConvSpec, gpu: Device, c: SplitConfig) -> Work:
         steps=steps,
         written=c.block_c * c.block_m,
         memory=spec.bytes,
-        parts=4 * c.parts * spec.n * spec.h * spec.w * spec.c,
+        parts=4 * c.parts * spec.n * math.prod(spec.size) * spec.c,
         splits=c.parts,
     )
 
@@ -333,13 +363,15 @@ def _refuse_row(spec: ConvSpec, gpu: Device) -> str | None:
 
 
 def _refuse_early(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.stride != 1:
+        return f"it does stride 1, not {spec.stride}"
     return _refuse_boxes(spec, gpu) or refuse_split(spec)
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if reason := _refuse_boxes(spec, gpu):
         return reason
-    return None if _tiles(spec, gpu) else "no tile fits into shared memory"
+    return None if _tiles(spec, gpu) else "no tile fits into shared memory, or a parity"
 
 
 def _refuse_boxes(spec: ConvSpec, gpu: Device) -> str | None:
@@ -360,11 +392,11 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
     block_c, block_m, block_k, *_ = _tiles(spec, gpu)[0]
     programs = _programs(spec, block_c, block_m)
     # of Hopper's chains in 16 bits a product takes less than half as long (`conv.hopper.tile_mma`)
-    quick = gpu.hopper and spec.itemsize == 2 and spec.n > FEW_IMAGES
+    quick = gpu.hopper and spec.itemsize == 2 and spec.stride == 1 and spec.n > FEW_IMAGES
     if programs > gpu.num_sms // (4 if quick else 1):
         return f"{programs} whole tiles keep {gpu.num_sms} multiprocessors busy"
-    if spec.h * spec.w > _MAX_PIXELS:
-        return f"the norm behind it reads {spec.h * spec.w} pixels; at most {_MAX_PIXELS}"
+    if (pixels := math.prod(spec.size)) > _MAX_PIXELS:
+        return f"the norm behind it reads {pixels} pixels; at most {_MAX_PIXELS}"
     steps = spec.taps * triton.cdiv(spec.k, block_k)
     return f"{steps} products are no long chain" if steps < 2 * _STEPS else None
 

@@ -67,7 +67,7 @@ def conv_weight_grad(x, dy, out, *, accumulate=False, stride=1, padding=None):
     x = x[..., :ci].contiguous()
     with torch.enable_grad():
         weight = torch.zeros_like(out).requires_grad_()
-        y = _conv(x, weight, None, stride, (r // 2, s // 2) if padding is None else padding)
+        y = convolve(x, weight, None, stride, (r // 2, s // 2) if padding is None else padding)
     put(out, torch.autograd.grad(y, weight, dy[..., :co])[0], accumulate)
 
 
@@ -77,7 +77,8 @@ def conv_weight_grads(*gradients, accumulate=False, share=1.0):
         conv_weight_grad(*gradient, accumulate=accumulate)
 
 
-def _conv(x, weight, bias, stride, padding):
+def convolve(x, weight, bias, stride, padding):
+    """conv(x) + bias; of stride 2 without padding there are zeros behind the image."""
     if stride == 2 and padding == 0:
         x = F.pad(x, (0, 0, 0, 1, 0, 1))
     return reference.conv2d(x, weight, bias, stride=stride, padding=padding)
@@ -86,7 +87,7 @@ def _conv(x, weight, bias, stride, padding):
 def conv_down(x, weight, bias, padding):
     """The 3x3 convolution of stride 2 that halves the image. With padding 0 there is one row and
     one column of zeros, behind the image."""
-    return _conv(x, weight, bias, 2, padding)
+    return convolve(x, weight, bias, 2, padding)
 
 
 def conv_down_input_grad(dy, weight, padding, add=None):
@@ -94,6 +95,6 @@ def conv_down_input_grad(dy, weight, padding, add=None):
     n, p, q, _ = dy.shape
     with torch.enable_grad():
         x = dy.new_zeros((n, 2 * p, 2 * q, weight.shape[1])).requires_grad_()
-        y = _conv(x, weight.detach(), None, 2, padding)
+        y = convolve(x, weight.detach(), None, 2, padding)
     dx = torch.autograd.grad(y, x, dy)[0].contiguous()
     return dx if add is None else dx + add

@@ -1,5 +1,6 @@
 """Which joined launches a plan on the reference has: some of each kind, at the sizes of tests."""
 
+import math
 from collections.abc import Callable
 
 from ...registry.kernel import Kernel, Op
@@ -18,7 +19,7 @@ def _op(name: str, fits: Callable[[Spec], bool]) -> Op:
 _FITS = {
     "conv_norm_grid_sync": lambda s: s.h * s.w <= 384,
     "conv_norm": lambda s: s.h * s.w <= 96,
-    "conv_split": lambda s: s.h * s.w <= 24,
+    "conv_split": lambda s: math.prod(s.size) <= 24,
     # few channels; of what is added and upsampled on the way, to few channels
     "norm_conv": lambda s: s.c <= 32 if s.upsampled else s.r == 3 and (s.first or s.k) <= 32,
     "norm_single_cta": lambda s: s.pixels * s.c <= 300 * s.groups and min(s.tiles, default=8) >= 8,

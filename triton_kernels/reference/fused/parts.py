@@ -2,18 +2,17 @@
 
 import torch
 
-from ... import reference
 from ...conv.plain.split_k import SplitConv
+from .conv import convolve
 from .norms import over_pixels, tensor_partials
 from .resample import avg_pool, upsample
 
 
-def conv_split(x, weight, *, extra=()):
-    """Parts [S, N, CO, H W] whose sum over S is conv(x) and the 1x1 convolutions of `extra`."""
-    n, h, w, _ = x.shape
-    main = reference.conv2d(x, weight)
+def conv_split(x, weight, *, extra=(), stride=1, padding=None):
+    """Parts [S, N, CO, P Q] whose sum over S is conv(x) and the 1x1 convolutions of `extra`."""
+    main = convolve(x, weight, None, stride, weight.shape[2] // 2 if padding is None else padding)
     parts = [main, *(other @ columns.T for other, columns in extra)]
-    return torch.stack([y.reshape(n, h * w, -1).mT for y in parts])
+    return torch.stack([y.flatten(1, 2).mT for y in parts])
 
 
 def sum_parts(split: SplitConv):
