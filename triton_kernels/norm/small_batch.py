@@ -202,11 +202,12 @@ def norm_small_batch(
     block_g, block_j, block_p = _tile(n, h * w, groups, cg, sum(ks), describe(x1.device))
     blocks = triton.cdiv(h * w, block_p), triton.cdiv(groups, block_g)
     film = (norm.scale, norm.shift)
+    loaded = block_g * block_j * sum(map(triton.next_power_of_2, ks))
     _norm_small_batch_kernel[(n * blocks[0] * blocks[1],)](
         x1, x2, large, *norm.both, norm.weight, norm.bias, *film, a, *map(row_stride, film),
         norm.pixels[0], norm.pixels[-1], h * w, c1, c2, *blocks, norm.eps, activation,
         w if up else None, *ks, cg, block_p, block_g, block_j, *map(triton.next_power_of_2, ks),
-        tf32, **overlapping(x1.device),
+        tf32, num_warps=8 if loaded > _MAX_LOADED // 2 else 4, **overlapping(x1.device),
     )  # fmt: skip
     return result
 
