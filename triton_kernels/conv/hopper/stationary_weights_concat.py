@@ -26,7 +26,7 @@ from .norm_producers import load_row, store_row
 from .norm_rows import Norm, keep_affine, load_affine, new_affine
 from .row_memory import clear_margins, pair_chunks, row_of_tap, rows_chunks
 from .stationary_loads import Work
-from .stationary_weights import sums_of_rows
+from .stationary_multiply import sums_of_rows
 
 
 @gluon.jit
