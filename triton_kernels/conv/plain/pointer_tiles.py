@@ -101,11 +101,7 @@ def fitting(spec: ConvSpec, gpu: Device) -> list[PointerTile]:
         )
 
     found = [c for c in TILES if fits(c)]
-    shared = [c for c in found if is_shared(c.num_warps, _shared(c, spec), gpu)]
-    found = shared or found
-    border = spec.first if spec.first != spec.c else None
-    within = [c for c in found if not border or border % c.block_c == 0]
-    return within or found
+    return [c for c in found if is_shared(c.num_warps, _shared(c, spec), gpu)] or found
 
 
 def _shared(c: PointerTile, spec: ConvSpec) -> int:
