@@ -6,6 +6,7 @@ Nothing here depends on a particular network: `lower` defines which calls can be
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from .lower.draws import draw
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood
 from .reads import Reads, reads_of
+from .record.kept import refuse_kept
 from .record.record import record
 from .record.recording import Call, Recording
 from .trees import flatten, holds_tensors, leaves
@@ -73,6 +75,8 @@ def trace(
             raise PlanError(f"its argument {i} is {list(x.shape)}: no plan is for empty tensors")
     with plain_layers(module, dtype), reads_of() as names:
         recording = record(module, args, kwargs or {}, forward)
+        again = partial(record, module, args, kwargs or {}, forward)
+        refuse_kept(recording, dict(names), again)
     traced = _Tracer(recording).run(Reads(names))
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     traced.graph.trainable &= trained

@@ -321,6 +321,65 @@ def test_what_a_module_keeps_in_dicts_and_lists_is_not_the_recordings():
     torch.testing.assert_close(fast(x[:1]), y[:1])
 
 
+def _by_calls(net, y, given):
+    net.calls += 1
+    return y * min(net.calls, 5)
+
+
+def _by_calls_in_a_tensor(net, y, given):
+    net.calls += 1
+    return y * torch.tensor(float(net.calls))
+
+
+def _recurrent(net, y, given):
+    y = y if net.last is None else y + net.last
+    net.last = y.detach()
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (_by_calls, "something else in its next call, for it changes calls"),
+        (_by_calls_in_a_tensor, "something else in its next call, for it changes calls"),
+        (_recurrent, "reads last, in which it has left what it made"),
+    ],
+)
+def test_what_the_next_call_would_read_is_refused(function, why):
+    net = Does(function)
+    net.calls, net.last = 0, None
+    with pytest.raises(PlanError, match=why):
+        accelerate(net)(torch.ones(1, 3, 4, 4), None)
+    assert net.calls == 0 and net.last is None
+
+
+def _counts(net, y, given):
+    net.calls += 1
+    return y
+
+
+def _shows(net, y, given):
+    net.last = y.mean()
+    return y + net.last
+
+
+def _table(net, y, given):
+    """By a length that is known, as rotary embeddings keep theirs."""
+    if y.shape[-1] > net.calls:
+        net.calls, net.last = y.shape[-1], torch.arange(y.shape[-1], device=y.device).cos()
+    return y * net.last[: y.shape[-1]]
+
+
+@pytest.mark.parametrize("function", [_counts, _shows, _table])
+def test_what_no_call_would_read_is_forgotten(function):
+    net, x = Does(function), torch.randn(1, 3, 4, 4)
+    net.calls, net.last = 0, None
+    fast, other = accelerate(net), copy.deepcopy(net)
+    for given in (x, x[..., :3], x):
+        torch.testing.assert_close(fast(given, None), other(given, None))
+    assert net.calls == 0 and net.last is None
+
+
 def test_a_module_of_torchscript_is_refused():
     net = nn.Sequential(nn.Conv2d(3, 4, 1), torch.jit.script(nn.Conv2d(4, 3, 3)))
     with pytest.raises(PlanError, match=r"a module of TorchScript.*\(1\)"):

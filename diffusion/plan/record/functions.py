@@ -83,11 +83,11 @@ class Functions(TorchFunctionMode):
                 if name == "detach":
                     self.detached[result.untyped_storage()._cdata] = result
                 return result
-            given, named = pytree.tree_map_only(Tensor, self._inner, arguments)
+            given, named = pytree.tree_map_only(Tensor, self.inner, arguments)
             args, kwargs = pytree.tree_map_only(Tensor, self._functional, (args, kwargs))
             with notes.whole():
                 result = function(*args, **kwargs)
-            notes.note(target, given, named, self._inner(result))
+            notes.note(target, given, named, self.inner(result))
             return result
 
     def own(self, function: type, args: tuple) -> Any:
@@ -96,7 +96,7 @@ class Functions(TorchFunctionMode):
         if casts():
             raise self._refused(f"{function.__name__}, an autograd.Function, under autocast")
         with torch._C.DisableTorchFunction():  # what is read here is not the forward's
-            given = pytree.tree_map_only(Tensor, self._inner, args)
+            given = pytree.tree_map_only(Tensor, self.inner, args)
             args = pytree.tree_map_only(Tensor, self._functional, args)
         notes.own = True
         try:
@@ -108,7 +108,7 @@ class Functions(TorchFunctionMode):
         if not isinstance(made, list | tuple) or not all(isinstance(x, Tensor) for x in made):
             raise self._refused(f"{function.__name__}, whose results are not all tensors,")
         with torch._C.DisableTorchFunction():
-            inner = pytree.tree_map_only(Tensor, self._inner, result)
+            inner = pytree.tree_map_only(Tensor, self.inner, result)
         with notes.under(function.__name__):
             notes.note(OwnFunction(function, len(made)), given, {}, inner)
         return result
@@ -166,13 +166,13 @@ class Functions(TorchFunctionMode):
     def _functional(self, x: Tensor) -> Tensor:
         """x, or for a tensor that has numbers one that is traced as those are that have none, since
         PyTorch's functionalization takes either, and some ops not both."""
-        inner = self._inner(x)
+        inner = self.inner(x)
         if torch._is_functional_tensor(x) and inner is unwrapped(x):
             return x
         level = torch._C._functorch.peek_interpreter_stack().level()
         return torch._C._functorch._wrap_functional_tensor(inner, level)
 
-    def _inner(self, x: Tensor) -> Tensor:
+    def inner(self, x: Tensor) -> Tensor:
         """What a functional tensor stands for now."""
         if torch._is_functional_tensor(x):
             torch._sync(x)

@@ -66,15 +66,15 @@ def places_of(module: nn.Module) -> dict[str, str]:
 
 
 @contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Behind the block attributes, and what is in their dicts and lists, are what they were: a
-    module may keep tensors from call to call, and those of a recording have no numbers."""
+def attributes_kept(module: nn.Module) -> Iterator[list[tuple[nn.Module, dict]]]:
+    """What attributes are. Behind the block they, and what is in their dicts and lists, are so
+    again: a module may keep tensors from call to call, and those of a recording have no numbers."""
     before = [(part, dict(vars(part))) for part in module.modules()]
     inside: dict[int, tuple] = {}
     for _, attributes in before:
         _note_containers(attributes, inside)
     try:
-        yield
+        yield before
     finally:
         for part, attributes in before:
             vars(part).clear()

@@ -20,6 +20,7 @@ from ..draws import refused, states
 from ..graph import PlanError
 from ..trees import flatten
 from .functions import ByDevice, Functions, casts
+from .kept import left_in
 from .module import (
     attributes_kept,
     places_of,
@@ -70,7 +71,7 @@ def _record(
     differentiable = torch.is_grad_enabled()
     refuse_parts(module)
     with ExitStack() as stack:
-        stack.enter_context(attributes_kept(module))
+        attributes = stack.enter_context(attributes_kept(module))
         refuse_silent_hooks(module)
         # in inference mode PyTorch takes nothing apart, and writes in place
         stack.enter_context(torch.inference_mode(False))
@@ -100,6 +101,7 @@ def _record(
                 nullcontext() if draws else refused(notes.lines.of),
             ):
                 result = forward(*args, **kwargs)
+            found.left = left_in(attributes, functions.inner)
             for place, x in before.items():  # in which the call leaves what is there behind it
                 if states[place] is not x:
                     raise PlanError(f"the module sets {place} in its forward")

@@ -32,4 +32,6 @@ class Recording:
     calls: list[Call] = field(default_factory=list)
     constants: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in place of which
     written: dict[str, Tensor] = field(default_factory=dict)  # buffers, and what they are behind it
+    # attributes that are others behind it: by their part's id and name, tensors and numbers
+    left: dict[tuple[int, str], Any] = field(default_factory=dict)
     result: Any = None

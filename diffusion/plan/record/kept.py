@@ -1,0 +1,87 @@
+"""What a forward pass leaves in the module's attributes, for its next call to read.
+
+A plan leaves nothing there. That is as well where a module shows others what it has computed, or
+keeps tables that it would make again. A module that reads what its last call has left computes
+something else in each call, which no plan does.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from ..graph import PlanError
+from .recording import Call, Recording
+
+Key = tuple[int, str]  # the id of a part, and an attribute's name
+
+
+def left_in(
+    attributes: Iterable[tuple[nn.Module, dict[str, Any]]], inner: Callable[[Tensor], Tensor]
+) -> dict[Key, Any]:
+    """Tensors, as the recording has them, and numbers that are not what they were."""
+    found = {}
+    for part, were in attributes:
+        for name, x in vars(part).items():
+            if isinstance(x, Tensor | int | float) and x is not were.get(name):
+                found[id(part), name] = inner(x) if isinstance(x, Tensor) else x
+    return found
+
+
+def refuse_kept(
+    found: Recording, read: Mapping[Key, nn.Module | None], again: Callable[[], Recording]
+) -> None:
+    """PlanError: the forward pass reads an attribute in which it leaves what it makes of its
+    arguments, or numbers with which it does something else, as `again` records it. Of attributes
+    that are written before they are read `read` says None."""
+    parts = {key: read[key] for key in found.left if read.get(key) is not None}
+    depends = _of_arguments(found)
+    for key in parts:
+        if id(found.left[key]) in depends:
+            raise PlanError(
+                f"the module reads {key[1]}, in which it has left what it made of its last"
+                " arguments; a plan keeps nothing from call to call"
+            )
+    before = {(at, name): vars(part).get(name) for (at, name), part in parts.items()}
+    counts = {k: found.left[k] for k, x in before.items() if type(x) in (int, float)}
+    if not counts:
+        return
+    other = None
+    try:
+        for key, x in counts.items():
+            vars(parts[key])[key[1]] = x
+        with suppress(Exception):  # it may miss tables that the number says are there
+            other = again()
+    finally:
+        for key in counts:
+            vars(parts[key])[key[1]] = before[key]
+    if other is not None and _said(other) != _said(found):
+        names = " and ".join(name for _, name in counts)
+        raise PlanError(
+            f"the module does something else in its next call, for it changes {names}; a plan"
+            " keeps nothing from call to call"
+        )
+
+
+def _of_arguments(found: Recording) -> set[int]:
+    """Ids of tensors that depend on the numbers of arguments."""
+    depends = {id(x) for x in found.inputs if isinstance(x, Tensor)}
+    for call in found.calls:
+        if any(id(x) in depends for x in _leaves(call)):
+            depends.update(id(x) for x in pytree.tree_leaves(call.result))
+    return depends
+
+
+def _said(found: Recording) -> list:
+    """All calls, with what is no tensor among their arguments; and numbers that come with none."""
+    calls = (
+        (call.target, [x for x in _leaves(call) if not isinstance(x, Tensor)])
+        for call in found.calls
+    )
+    return [*calls, *(x.tolist() for _, x in found.constants)]
+
+
+def _leaves(call: Call) -> list[Any]:
+    return pytree.tree_leaves((call.args, call.kwargs))
