@@ -233,8 +233,8 @@ def test_too_many_sums_for_one_launch(device, monkeypatch):
     spec = NormSpec(8, "fp32", 4, 4, 24, 8, 8, tiles=(4, 2))
     assert select(norm_of_sums.NORM_OF_SUMS, spec, HOPPER).kernel.name == "from_partials"
     many = dataclasses.replace(spec, tiles=(2**10, 2))
-    assert select(norm_of_sums.NORM_OF_SUMS, many, HOPPER).kernel.name == "table_and_apply"
-    take(monkeypatch, norm_of_sums="table_and_apply")
+    assert select(norm_of_sums.NORM_OF_SUMS, many, HOPPER).kernel.name == "two_launches"
+    take(monkeypatch, norm_of_sums="two_launches")
     x1, x2, groups, weight, bias, _ = norm_inputs((2, 4, 4, 24, 8, 8), torch.float32, device)
     norm = (partials_of(x1, 4), partials_of(x2, 2)), (16, 16), groups, weight, bias, EPS, "silu"
     expected = fused_reference.norm_of_sums(x1, x2, *norm)
@@ -304,7 +304,7 @@ def test_whole_norms_and_means_are_rounded_to_tf32(device):
     assert torch.equal(y, split_k_sum.sum_parts(split)[0])  # the residual stream stays float32
 
 
-@pytest.mark.parametrize("kernel", ["small_batch", "from_partials", "table_and_apply"])
+@pytest.mark.parametrize("kernel", ["small_batch", "from_partials", "two_launches"])
 def test_norms_of_sums_are_rounded_to_tf32(kernel, device, monkeypatch):
     take(monkeypatch, norm_of_sums=kernel)
     small, x2 = randn(2, 3, 5, 28, device=device), randn(2, 6, 10, 20, device=device)

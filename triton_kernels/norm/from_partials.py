@@ -49,9 +49,9 @@ _LARGE, _SMALL = SumsConfig(32, 4096, 2, 8), SumsConfig(32, 2048, 2, 4)
 _WIDE = SumsConfig(64, 4096, 4, 8)  # of groups of which 64 channels have as many lanes as 32
 
 
-@configures("table_and_apply")
-class TableAndApply(NamedTuple):
-    """Two launches, of `norm_table` and of `apply`."""
+@configures("two_launches")
+class TwoLaunches(NamedTuple):
+    """A table, or coefficients, and a pass."""
 
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
@@ -103,7 +103,7 @@ NORM_OF_SUMS = Op(
             lambda spec, _: [sums_config(spec)],
             untimed=_untimed,
         ),
-        Kernel("table_and_apply", TableAndApply, lambda *_: None, lambda *_: [TableAndApply()]),
+        Kernel("two_launches", TwoLaunches, lambda *_: None, lambda *_: [TwoLaunches()]),
     ),
     similar=False,
 )
@@ -189,7 +189,7 @@ def _launch(
         config = select(NORM_OF_SUMS, spec, describe(x1.device), run).config
     if isinstance(config, SmallBatch):
         return norm_small_batch(x1, x2, norm, activation, up, tf32)
-    if isinstance(config, TableAndApply):
+    if isinstance(config, TwoLaunches):
         table = norm_table(*norm)
         if not up:
             return apply(x1, x2, table, activation, early=True, tf32=tf32), None

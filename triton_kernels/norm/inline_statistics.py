@@ -28,7 +28,7 @@ from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
-from .from_partials import sums_config
+from .from_partials import TwoLaunches, sums_config
 from .inline_statistics_kernels import norm_dx_inline_kernel
 from .passes import apply, apply_upsampled, cut, launch_apply, norm_dx
 from .tables import (
@@ -52,11 +52,6 @@ class OneLaunch(NamedTuple):
     tile: int = 4096
     tiles: int = 2
     num_warps: int = 4
-
-
-@configures("two_launches")
-class TwoLaunches(NamedTuple):
-    """A table, or coefficients, and a pass."""
 
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
