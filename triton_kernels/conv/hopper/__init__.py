@@ -7,8 +7,8 @@
     narrow            fused 3x3, 16 channels out          narrow_output
     one_row           fused 3x3 of few images             one_row_kernels
     single_tile       fused 1x1 of few tiles              single_tile_kernels
-    unfused           public `conv2d`                     unfused_tiles (3x3); 1x1:
-                                                          unfused_pointwise, of few tiles
+    unfused_3x3       public `conv2d`                     unfused_tiles
+    unfused_1x1       public `conv2d`                     unfused_pointwise, of few tiles
                                                           unfused_single_tile and, in TF32,
                                                           unfused_single_tile_tf32
     row_wgrad         3x3 weight gradients                row_wgrad_kernel
@@ -18,5 +18,6 @@
     fp16_split_wgrad  the same, 3x3                       fp16_split_wgrad_kernel
 
 Launchers share `operands` and `refusals`. Kernels share `row_memory`, `tile_mma_loop`,
-`tile_multiply`, `wgrad_pieces` and the files named `epilogue`, besides `triton_kernels.hopper`.
+`tile_multiply`, `stationary_multiply`, `wgrad_pieces` and the files named `epilogue`, besides
+`triton_kernels.hopper`.
 """
