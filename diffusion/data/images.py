@@ -314,8 +314,8 @@ def _common_size(files: ImageFiles) -> tuple[int, int]:
 def _too_many(files: ImageFiles, skipped: int, last: str, error: Exception | str) -> str:
     reason = " ".join(str(error).split()) or type(error).__name__
     return (
-        f"{files.path}: {skipped} of {len(files.names)} images cannot be decoded, too many"
-        f" for an accident (1%); the last is {last} ({reason})"
+        f"{files.path}: {skipped} of {len(files.names)} images cannot be decoded, more than"
+        f" the 1 % that are left out; the last is {last} ({reason})"
     )
 
 

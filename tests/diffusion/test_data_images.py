@@ -250,7 +250,7 @@ def test_over_one_percent_corrupt_stops(tmp_path, damage):
     content = {"empty": b"", "garbage": b"no image", "cut": good.read_bytes()[:-40]}[damage]
     for name in ("x.png", "y.png"):
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match="2 of 102 .* too many .*y.png") as caught:
+    with pytest.raises(ConfigError, match="2 of 102 .* more than the 1 % .*y.png") as caught:
         load_folder(tmp_path, size=4)
     assert "\n" not in str(caught.value)
 

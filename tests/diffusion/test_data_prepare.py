@@ -161,7 +161,7 @@ def test_other_settings_begin_anew(many, monkeypatch):
 def test_an_error_leaves_nothing(many):
     for i in range(5):
         (many / "src" / f"{i:02d}.png").write_bytes(b"broken")
-    with pytest.raises(ConfigError, match="images cannot be decoded, too many"):
+    with pytest.raises(ConfigError, match="images cannot be decoded, more than the 1 %"):
         whole(many)
     assert [p.name for p in many.iterdir()] == ["src"]
 

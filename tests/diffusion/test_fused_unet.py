@@ -254,25 +254,30 @@ def test_gradients_add_up_over_micro_batches():
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_held_gradients_are_the_same(options, monkeypatch):
-    """Some are made later, none twice or never."""
-    model = make({"channel_mult": (1, 1, 1)} | options, (16, 16))
+    """Some are made later, none twice or never: in networks of three levels. In others none is
+    held, so that there is nothing to compare."""
+    model = make(options, (16, 16))
     flat = FlatParameters(model, together=TOGETHER)
     x, t = torch.randn(2, 16, 16, 3).double(), torch.tensor([3, 700])
     draws = {"rng": torch.tensor([5, 11])}
     labels = given(model)
+    more = parts_of(labels)
+    context = () if more.context is None else (more.context[:, None], more.present)
+    levels = len(model.channel_mult)
     held, grads = [], []
-    for large in (2**40, 0):
+    for large in (2**40, 0) if levels >= 3 else (0,):
         monkeypatch.setattr(streams, "LARGE", large)
         plan = TrainingUNet(model, flat, fused_reference)
-        flat.grad.zero_()
-        plan(x, t, labels, **draws).square().sum().backward()
-        grads.append(flat.grad.clone())
-        more = parts_of(labels)
-        context = () if more.context is None else (more.context[:, None], more.present)
         moves = plan.plan_of(x, *context).schedule.backward
         held.append(sum(move.stream == THIRD for move in moves if move.nodes))
-    assert torch.equal(*grads)
-    assert held[0] == 0 and (held[1] > 0) == (len(model.channel_mult) >= 3)
+        if levels >= 3:
+            flat.grad.zero_()
+            plan(x, t, labels, **draws).square().sum().backward()
+            grads.append(flat.grad.clone())
+    if levels < 3:
+        assert held == [0]
+    else:
+        assert held[0] == 0 and held[1] > 0 and torch.equal(*grads)
 
 
 @pytest.mark.parametrize("name", ["three_levels", "guided_diffusion", "strided"])
