@@ -194,10 +194,11 @@ class _Tracer:
         several = not isinstance(call.result, Tensor)
         metas = list(call.result) if several else [call.result]
         low = self.low
-        low.name, low.function, low.target = op_name(call.target), call.function, call.target
+        low.name = f"{call.target.namespace}.{call.target._opname}"  # aten.conv2d
+        low.function, low.target = call.function, call.target
         low.meta, self.graph.source = metas if several else call.result, call.source
         args, kwargs = pytree.tree_map_only(Tensor, self._found, (call.args, call.kwargs))
-        lowering = lowering_of(low.name)
+        lowering = LOWERINGS.get(low.name.removeprefix("aten."))
         if is_function(call.target) and (lowering is None or _has_complex(lowering, call)):
             lowering = function
         if lowering is None and is_draw(call.target):
@@ -229,13 +230,3 @@ def _has_complex(lowering: Callable, call: Call) -> bool:
     tensors = pytree.tree_leaves((call.args, call.kwargs, call.result))
     moves = lowering.__module__ == shapes.__name__
     return not moves and any(isinstance(x, Tensor) and x.is_complex() for x in tensors)
-
-
-def op_name(target: torch._ops.OpOverload) -> str:
-    """aten.conv2d of the overload aten.conv2d.default."""
-    return f"{target.namespace}.{target._opname}"
-
-
-def lowering_of(name: str) -> Callable | None:
-    """The row of the table for an op of this name."""
-    return LOWERINGS.get(name.removeprefix("aten."))
