@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .trees import state_of
+
 _NOTHING = object()  # where no instance has the name: a method of the class, for example
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _FIXED = (*_SIMPLE, type, FunctionType, MethodType, BuiltinFunctionType, nn.Module)
@@ -125,16 +127,20 @@ def _are_fixed(x: Any) -> bool:
     return isinstance(x, dict) and all(map(_is_fixed, x.values()))
 
 
-def _frozen(x: Any, depth: int = 3) -> Any:
-    """A copy that is compared with what is there later."""
+def _frozen(x: Any, depth: int = 3, inside: tuple[int, ...] = ()) -> Any:
+    """A copy that is compared with what is there later: of objects within objects to this depth, of
+    lists, sets and dicts to any, but within themselves."""
     if isinstance(x, _SIMPLE):
         return type(x), x
     if isinstance(x, Tensor):
         return _Same(x), 0 if x.is_inference() else x._version
-    if depth and isinstance(x, list | tuple | set | frozenset):
-        return type(x), [_frozen(y, depth - 1) for y in x]
-    if depth and isinstance(x, dict):
-        return type(x), [(_frozen(k, 0), _frozen(y, depth - 1)) for k, y in x.items()]
-    if depth and hasattr(x, "__dict__") and not _is_fixed(x):  # such as a configuration
-        return _Same(x), _frozen(vars(x), depth - 1)
+    if id(x) in inside:
+        return _Same(x)
+    inside = (*inside, id(x))
+    if isinstance(x, list | tuple | set | frozenset):
+        return type(x), [_frozen(y, depth, inside) for y in x]
+    if isinstance(x, dict):
+        return type(x), [(_frozen(k, 0), _frozen(y, depth, inside)) for k, y in x.items()]
+    if depth and not _is_fixed(x) and (state := state_of(x)):  # such as a configuration
+        return _Same(x), _frozen(state, depth - 1, inside)
     return _Same(x)

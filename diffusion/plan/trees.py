@@ -65,16 +65,17 @@ def holds_tensors(leaf: Any) -> bool:
         if id(x) in seen or isinstance(x, _SIMPLE):
             continue
         seen.add(id(x))
-        inner = [*getattr(x, "__dict__", {}).values(), *_items(x)]
-        inner = pytree.tree_leaves(inner)
+        members = x if isinstance(x, set | frozenset) else ()
+        inner = pytree.tree_leaves([*state_of(x).values(), *members])
         if any(isinstance(y, Tensor) for y in inner):
             return True
         rest += inner
     return False
 
 
-def _items(x: Any) -> list[Any]:
-    """What an object has in slots, and a set in it."""
+def state_of(x: Any) -> dict[str, Any]:
+    """What an object has in attributes and in slots."""
     slots = [getattr(kind, "__slots__", ()) for kind in type(x).__mro__]
     names = [n for given in slots for n in ((given,) if isinstance(given, str) else given)]
-    return [*(getattr(x, n, None) for n in names), *(x if isinstance(x, set | frozenset) else ())]
+    found = {n: getattr(x, n, None) for n in names if not n.startswith("__")}
+    return getattr(x, "__dict__", {}) | found

@@ -28,9 +28,17 @@ class Scaled:
         return x * self.scale
 
 
+class Slotted:
+    __slots__ = ("add",)
+
+    def __init__(self):
+        self.add = 0.0
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
+        self.deep, self.slotted = [[{"of": [0.0, [[1.0]]]}]], Slotted()
         self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4)
         self.act, self.drop, self.out = nn.SiLU(), nn.Dropout(0.5), nn.Conv2d(4, 3, 1)
         self.register_buffer("mean", torch.zeros(3, 1, 1, dtype=torch.float64))
@@ -42,6 +50,7 @@ class Net(nn.Module):
         y = self.drop(self.act(self.norm(self.conv(x - self.mean))))
         y = y + F.avg_pool2d(y, self.sizes).amax((2, 3), keepdim=True)
         y = self.out(y) * self.gain * self.given["alpha"] + self.config.shift
+        y = y * self.deep[0][0]["of"][1][0][0] + self.slotted.add
         return self.scaled(y) * self.table
 
 
@@ -68,6 +77,8 @@ CHANGES = {
     "in a list": lambda net: net.sizes.__setitem__(0, 4),
     "in a dict": lambda net: net.given.update(alpha=3.0),
     "in a configuration": lambda net: setattr(net.config, "shift", 1.0),
+    "deep in a list": lambda net: net.deep[0][0]["of"].__setitem__(1, [[2.0]]),
+    "in slots": lambda net: setattr(net.slotted, "add", 1.0),
     "in an object that is called": lambda net: setattr(net.scaled, "scale", 0.5),
     "a tensor that is no buffer": lambda net: net.table.mul_(2),
     "another tensor": lambda net: setattr(net, "table", torch.full_like(net.table, 3)),
