@@ -136,6 +136,23 @@ def test_forms_in_float64(name):
     assert compared.graph.count().get("attention", 0) == FORMS[name][1]
 
 
+@pytest.mark.parametrize("queries", [1, 5])
+def test_one_key(queries):
+    """Of rows [N, C], which a module has reshaped: as the embedding of an image beside tokens."""
+    attends = F.scaled_dot_product_attention
+    module = Attends(
+        lambda q, k, v, b: attends(*(heads(x.unflatten(0, (2, -1))) for x in (q, k, v)))
+    )
+    args = torch.randn(2 * queries, 12).double(), torch.randn(2, 12).double()
+    compared = compare(module.double(), args)
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    packed = nn.Sequential(nn.Linear(12, 36), nn.Unflatten(1, (1, 3, HEADS, 4)))
+    module = Attends(lambda q, k, v, b: attends(*packed(q).permute(2, 0, 3, 1, 4)))
+    module.packed = packed
+    compared = compare(module.double(), args)
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+
+
 @pytest.mark.parametrize("name", [name for name, (_, count) in FORMS.items() if count])
 def test_in_16_bits(name):
     """Also where the softmax is in float32: nothing is lost that the module has."""

@@ -126,11 +126,11 @@ def attention(low, q, k, v, mask=None, *, scale=None, is_causal=False, enable_gq
     attrs = {"heads": heads, "scale": scale}
     order = _packed((q, k, v)) if mask is None else None
     if order is not None:
-        value = q.value
+        value = _with_positions(low, q.value)
         inputs = {"qkv": value}
         attrs["order"] = order
     else:
-        value = low.views.rows(_joined(q))
+        value = _with_positions(low, low.views.rows(_joined(q)))
         inputs = {"q": value, **_keys_and_values(low, value, k, v)}
     shape = (*value.shape[:-1], c)
     inputs = low.cast_all(inputs, low.meta.dtype)
@@ -140,12 +140,18 @@ def attention(low, q, k, v, mask=None, *, scale=None, is_causal=False, enable_gq
     return whole(y, (n, t, heads, d)).permute((0, 2, 1, 3))
 
 
+def _with_positions(low: Lowering, value: Value) -> Value:
+    """[N, T, C] of rows [N, C], which are of one position each."""
+    n, *between, c = value.shape
+    return value if between else low.gather(whole(value), (n, 1, c))
+
+
 def _keys_and_values(low: Lowering, q: Value, k: View, v: View) -> dict[str, Value]:
     """Side by side as they are, or else two values; of as many positions as queries, in the same
     shape."""
     if _packed((k, v)) == "qkv_heads":
-        return {"kv": k.value}
-    parts = [low.views.rows(_joined(view)) for view in (k, v)]
+        return {"kv": _with_positions(low, k.value)}
+    parts = [_with_positions(low, low.views.rows(_joined(view))) for view in (k, v)]
     shape = q.shape if parts[0].numel == q.numel else parts[0].shape
     parts = [p if p.shape == shape else low.gather(whole(p), shape) for p in parts]
     return dict(zip("kv", parts, strict=True))
