@@ -126,10 +126,13 @@ def page(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> Page:
 
 
 def _image(node: Node) -> str:
-    """The size of what it makes, if that is an image, or steps of a policy."""
+    """The size of what it makes, if that is an image or parts of one, or steps of a policy."""
     shape = node.out.shape
     if node.op == "stage":  # sums [..., N, C, T]
         return f"1x{shape[-1]}"
+    if node.op == "conv_split":  # parts [P, N, C, pixels]
+        (_, h, w, _), stride = node.inputs["x"].shape, node.attrs.get("stride", 1)
+        return f"{h // stride}x{w // stride}"
     is_image = len(shape) == 4 and node.op not in WEIGHT_GRADS
     return f"{shape[1]}x{shape[2]}" if is_image else ""
 

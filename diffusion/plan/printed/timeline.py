@@ -72,7 +72,9 @@ def draw(page: Page, path: Path, title: str = "") -> None:
     axes.set_yticks(range(len(used)), [_STREAMS[stream] for stream in used])
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_xlabel(f"{unit}: as predicted where costs were fitted, else what is possible at least")
+    axes.set_xlabel(
+        f"{unit}: as predicted where costs were fitted, else the least that is possible"
+    )
     said = f"{title}\n{page.memory}".strip()
     figure.suptitle(said, x=0.01, ha="left", fontsize=9)
     figure.legend(ncols=len(_COLOURS), loc="outside lower center", frameon=False)
