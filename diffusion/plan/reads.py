@@ -9,7 +9,7 @@ in every call. Parameters and buffers are not among them: a call reads them anew
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from .trees import state_of
 
 _NOTHING = object()  # where no instance has the name: a method of the class, for example
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-_FIXED = (*_SIMPLE, type, FunctionType, MethodType, BuiltinFunctionType, nn.Module)
+# and Python's modules, such as a backend's kernels, which hold thousands of names
+_FIXED = (*_SIMPLE, type, FunctionType, MethodType, BuiltinFunctionType, nn.Module, ModuleType)
 _NOT_NOTED = frozenset(["__dict__", "__class__", "_parameters", "_buffers"])
 _ONE = threading.Lock()  # thread at a time
 Names = dict[tuple[int, str], nn.Module | None]  # None: written before it was read

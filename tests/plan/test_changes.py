@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from diffusion import accelerate
+from diffusion.plan import reads
 from diffusion.plan.graph import PlanError
 
 
@@ -186,6 +187,16 @@ def test_what_the_forward_does_not_read_needs_no_other_plan(nets):
         fast.train().eval()
         plans.append(fast.plan_of((x,), {})[0])
     assert fast.module.step == 2 and plans[0] is plans[1] is plans[2]
+
+
+def test_nothing_in_pythons_modules_is_compared():
+    """A network that knows its backend would have every call compare thousands of names."""
+    layer = nn.Linear(2, 2)
+    layer.backend = {"ops": torch}
+    found = reads.Reads({(id(layer), "backend"): layer})
+    assert found.hold() and not found.inner
+    layer.backend = {"ops": nn}
+    assert not found.hold()
 
 
 def test_a_switch_has_two_plans(nets):
