@@ -157,11 +157,14 @@ def test_damage_and_divergence_are_said(trained, tmp_path):
     older = checkpoints / "step_00000040"
     state = json.loads((older / "state.json").read_text())
     (older / "SHA256SUMS").unlink()  # as versions before this one wrote it
-    for policy in ({}, {"observations": 1}, state["policy"] | {"actions": {"low": "x"}}):
-        (older / "state.json").write_text(json.dumps(state | {"format": 1, "policy": policy}))
+    policies = {}, {"observations": 1}, state["policy"] | {"actions": {"low": "x"}}
+    for i, policy in enumerate(policies):
+        # each of its own, for the warning comes once for a checkpoint
+        folder = shutil.copytree(older, tmp_path / str(i) / older.name)
+        (folder / "state.json").write_text(json.dumps(state | {"format": 1, "policy": policy}))
         with pytest.raises(ConfigError, match="state.json is damaged: policy"):
             with pytest.warns(UserWarning, match="without digests"):
-                load_policy(older, device="cpu", steps=1)
+                load_policy(folder, device="cpu", steps=1)
 
 
 @pytest.mark.parametrize(
