@@ -34,7 +34,14 @@ from ..hopper import one_row
 from .fused_launch import columns_in_boxes
 from .products import multiply, tile_origin, whole_sum
 from .small_batch import MOST_PARTS, refuse_split, split_early, split_work, untimed_split
-from .tma_boxes import by_parity, count_boxes, in_boxes, pixel_box, tile_sizes, weight_in_boxes
+from .tma_boxes import (
+    by_parity,
+    count_boxes,
+    pixel_box,
+    pixels_in_boxes,
+    tile_sizes,
+    weight_in_boxes,
+)
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -240,13 +247,11 @@ def conv_split(
     for other, w1x1 in extra:
         assert other.is_contiguous() and w1x1.shape == (co, other.shape[3])
         filters = columns_in_boxes(w1x1, [config.block_c, config.block_k], precision == "ieee")
-        pairs += [in_boxes(other, [*box, config.block_k]), filters]
+        pairs += [pixels_in_boxes(other, box, config.block_k), filters]
     steps = triton.cdiv(_steps(config.block_k, spec), config.parts)
     grid = (count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c), config.parts)
-    read = by_parity(x) if stride == 2 else x
-    pixels = [*box[:2], 1, box[2]] if stride == 2 else box
     _conv_split_kernel[grid](
-        in_boxes(read, [*pixels, config.block_k]),
+        pixels_in_boxes(by_parity(x) if stride == 2 else x, box, config.block_k),
         weight_in_boxes(weight, config.block_c, config.block_k), *pairs, *[None] * (4 - len(pairs)),
         parts, n, p, q, ci, *channels, *[0] * (2 - len(extra)), co, steps,
         R=r, S=s, PAD=spec.pads[0], STRIDE=stride, PRECISION=precision,

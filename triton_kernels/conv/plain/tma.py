@@ -25,9 +25,9 @@ from .tma_boxes import (
     as_one_row,
     by_parity,
     count_boxes,
-    in_boxes,
     is_pointwise,
     pixel_box,
+    pixels_in_boxes,
     tile_sizes,
     unaddressable,
     weight_in_boxes,
@@ -187,8 +187,7 @@ def launch(
     box = pixel_box(config.block_m, n, p, q)
 
     def tiles(t: Tensor | None, channels: int) -> TensorDescriptor | None:
-        pixels = [*box[:2], 1, box[2]] if t is not None and t.ndim == 5 else box
-        return None if t is None else in_boxes(t, [*pixels, channels])
+        return None if t is None else pixels_in_boxes(t, box, channels)
 
     x_desc, x_small_desc = (tiles(part, config.block_k) for part in parts)
     w_desc, w_small_desc = (

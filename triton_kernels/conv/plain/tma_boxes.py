@@ -142,6 +142,12 @@ def in_boxes(x: Tensor, block_shape: list[int]) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), strides, block_shape)
 
 
+def pixels_in_boxes(x: Tensor, box: tuple[int, int, int], channels: int) -> TensorDescriptor:
+    """NHWC, a box of so many images, rows and columns; what `by_parity` gives, of one parity."""
+    pixels = [*box[:2], 1, box[2]] if x.ndim == 5 else box
+    return in_boxes(x, [*pixels, channels])
+
+
 def weight_in_boxes(weight: Tensor, block_co: int, block_ci: int) -> TensorDescriptor:
     """Filters [CO, CI, R, S] in channels_last memory, as [R * S, CO, CI]."""
     co, ci, r, s = weight.shape

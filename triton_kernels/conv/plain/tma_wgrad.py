@@ -25,6 +25,7 @@ from .tma_boxes import (
     count_boxes,
     in_boxes,
     is_pointwise,
+    pixels_in_boxes,
     unaddressable,
     wgrad_box,
     wgrad_sizes,
@@ -165,12 +166,11 @@ def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> N
     n, p, q, channels = dy.shape
     box, flat = wgrad_box(config.block_m, n, p, q)
     of_dy = dy.view(n * p * q, channels) if flat else dy
-    of_x = [*box[:2], 1, box[2]] if stride == 2 else box
     num_tiles = count_boxes(box, n, p, q)
     # with stride 2 nothing begins before the launch in front has ended
     option = overlapping(x.device) if stride == 1 else {}
     _conv2d_wgrad_tma_kernel[(*_blocks(co, ci, r * s, config), splits)](
-        in_boxes(by_parity(x) if stride == 2 else x, [*of_x, config.block_ci]),
+        pixels_in_boxes(by_parity(x) if stride == 2 else x, box, config.block_ci),
         in_boxes(of_dy, [*([math.prod(box)] if flat else box), config.block_co]),
         partial, ci, p, q, co, co * r * s * ci, r * s * ci if stride_co is None else stride_co,
         num_tiles, triton.cdiv(num_tiles, splits),
