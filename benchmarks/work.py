@@ -135,8 +135,7 @@ def work_of(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Work
             used = len(index) / len(x)  # a data set, of which a batch is read
         moved += round(x.nbytes * used)
     if name == "conv_split":
-        pixels = args[0].shape[:3].numel() // kwargs.get("stride", 1) ** 2
-        moved += pixels * len(args[1]) * args[0].itemsize
+        moved += result[0].numel() * args[0].itemsize  # of parts that are added up
     elif name == "norm_single_cta" and isinstance(args[0], Tensor):
         moved += result[0].nbytes  # the other is what was given
     else:
@@ -172,10 +171,8 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         large = args[0] if "grad" in name else result[0]
         return 2 * large.shape[:3].numel() * (summed.numel() // 4 + others.numel())
     if name in _FAMILIES["conv fwd"]:
-        y = args[0] if name == "conv_split" else next(_tensors(result))
-        pixels = y.shape[:3].numel()
-        if name == "conv_split":
-            pixels //= kwargs.get("stride", 1) ** 2
+        y = next(_tensors(result))
+        pixels = y[0, :, 0].numel() if name == "conv_split" else y.shape[:3].numel()
         extra = sum(weight.numel() for _, weight in kwargs.get("extra", ()))
         weight = args[{"norm_conv": 7, "norm_conv_of_two": 8}.get(name, 1)]
         return 2 * pixels * (weight.numel() + extra)

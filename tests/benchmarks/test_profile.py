@@ -114,6 +114,8 @@ def test_work_of_sampling():
     parts = torch.zeros(3, 2, 16, 16)
     noted = work.work_of("conv_split", (x, weight), {}, parts)
     assert noted == work.Work("conv fwd", 2 * (256 + 1152 + 512), 2 * 32 * 1152)
+    halved = work.work_of("conv_split", (x, weight), {"stride": 2}, torch.zeros(3, 2, 16, 4))
+    assert halved == work.Work("conv fwd", 2 * (256 + 1152 + 128), 2 * 8 * 1152)
     bias = torch.zeros(16)
     split = SplitConv(parts, (2, 4, 4, 16), torch.float16, bias)
     a = torch.zeros(2, 4, 4, 16).half()

@@ -34,14 +34,14 @@ def flops_of(node: Node) -> int:
         return 2 * (small * inputs["taps"].numel + pixels * inputs["rest"].numel)
     if op not in _PRODUCTS:
         return 0
-    of = inputs["dy"] if op in INPUT_GRADS else inputs["x"] if op == "conv_split" else out
     each = inputs["weight"].numel + sum(value.numel for value in node.many("columns"))
+    if op == "conv_split":  # parts [P, N, CO, pixels]
+        _, n, _, pixels = out.shape
+        return 2 * n * pixels * each
+    flops = 2 * _pixels(inputs["dy"] if op in INPUT_GRADS else out) * each
     if op == "projected_attention":
-        return 2 * _pixels(of) * each + 4 * math.prod(out.shape[1:-1]) * out.numel
-    pixels = _pixels(of)
-    if op == "conv_split":
-        pixels //= node.attrs.get("stride", 1) ** 2
-    return 2 * pixels * each
+        flops += 4 * math.prod(out.shape[1:-1]) * out.numel
+    return flops
 
 
 def _pixels(image: Value) -> int:
