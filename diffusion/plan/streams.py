@@ -54,9 +54,7 @@ class _Streams:
         self.asked: dict[int, list[Move]] = {SECOND: [], THIRD: []}  # that its next one waits for
         self.holding = self.released = False
         self.held: list[Move] = []
-        self.given: deque[tuple[Move, Move]] = (
-            deque()
-        )  # pieces, and the main one's last before each
+        self.given: deque[tuple[Move, Move]] = deque()  # pieces; what main had last before each
         self.pending: deque[tuple[Move, int]] = deque()  # pieces, and bytes that they read
         self.kept = 0  # bytes that given and pending pieces read
         self._put(Move("begin"))
