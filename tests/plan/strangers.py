@@ -243,6 +243,18 @@ class ByEinsum(nn.Module):
         return x + torch.einsum("nts,ncs->nct", weights, v).reshape(n, c, h, w)
 
 
+class OfPlaces(nn.Module):
+    """Whose scores have a bias of where query and key are."""
+
+    def __init__(self, c: int, size: int) -> None:
+        super().__init__()
+        self.qkv, self.bias = nn.Linear(c, 3 * c), nn.Parameter(torch.randn(size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return x + ((q @ k.mT) * 0.25 + self.bias).softmax(-1) @ v
+
+
 class Gated(nn.Module):
     def __init__(self, c: int) -> None:
         super().__init__()
@@ -273,6 +285,7 @@ def _encoder(**options) -> nn.Module:
 
 add("linear attention", lambda: _image(LinearAttention(16, 4)), (2, 3, 4, 6))
 add("attention by einsum", lambda: _image(ByEinsum(16, 4)), (2, 3, 4, 6))
+add("attention with a bias", lambda: OfPlaces(16, 5), (2, 5, 16))
 add("gated linear units", lambda: nn.Sequential(Gated(8), Gated(8)), (2, 5, 8))
 padded = torch.tensor([[0, 0, 0, 1, 1], [0] * 5]).bool()
 later = torch.ones(6, 5).triu(1).bool()

@@ -171,3 +171,14 @@ def test_scores_of_more_digits_than_the_result_stay():
     )
     args = torch.randn(2, 5, 12).bfloat16(), torch.randn(2, 7, 12).bfloat16()
     assert "attention" not in trace(module.bfloat16(), args).graph.count()
+
+
+def test_products_of_two_dtypes_are_cast_under_autocast():
+    """As probabilities, of a softmax that autocast makes in float32, with values in 16 bits."""
+    module = Attends(lambda q, k, v, b: (scores(q, k) + b).softmax(-1, torch.float32) @ heads(v))
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = trace(module, (torch.randn(2, 5, 12), torch.randn(2, 7, 12))).graph
+    products = [node for node in graph.nodes if "matmul" in str(node.attrs.get("target"))]
+    assert len(products) == 2
+    for node in products:
+        assert {v.dtype for v in (*node.inputs.values(), node.out)} == {torch.bfloat16}

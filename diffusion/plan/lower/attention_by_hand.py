@@ -56,6 +56,7 @@ def _of_two(low: Lowering, a: View, b: View) -> View:
         y = _attention(low, p, v, ahead) if a.shape[:-2] == b.shape[:-2] else None
         if y is not None:
             return y
+    a, b = (View(low.cast(x.value, low.meta.dtype), x.dims, x.offset) for x in (a, b))
     y = arithmetic(low, a, b)
     low.products[y.value] = a, b, 1
     return y
