@@ -28,6 +28,7 @@ from .denoise.step import denoise_step
 from .noise.draw import draw_flips, draw_timesteps, normal
 from .noise.dropout import dropout
 from .noise.loss_aware import draw_weighted_timesteps, record_losses
+from .norm.channel_norm import channel_norm
 from .norm.group_norm import GroupNorm, group_norm
 from .optimizer.adamw import adamw_step, grad_norm
 from .resample.op import avg_pool2d, upsample_nearest2d
@@ -41,6 +42,7 @@ __all__ = [
     "adamw_step",
     "attention",
     "avg_pool2d",
+    "channel_norm",
     "conv2d",
     "cross_attention",
     "denoise_loss",

@@ -20,6 +20,7 @@ another of `fused_ops.OPS`, selects launches that do more, with the `groups` of 
 
 A norm has images, channels and `groups`; `first=64` makes it the norm of two tensors, and `tiles=4`
 computes its statistics from the partial sums of 4 tiles per image (given twice: of both tensors).
+Without groups, and over the channels of each pixel, it is a `channel_norm`, `centred` or not.
 Attention has samples and positions, heads and channels of a head.
 
     python -m triton_kernels.explain "stage forward 64x16 256->512 taps=5 bf16 side batched"
@@ -48,12 +49,13 @@ from .conv.weight_grad import WEIGHT_GRAD
 from .conv1d.conv1d import CONV_STAGE
 from .conv1d.stage_spec import StageSpec
 from .fused_ops import OPS
+from .norm.channel_norm import CHANNEL_NORM, CHANNEL_NORM_GRAD
 from .norm.from_partials import NORM_OF_SUMS
 from .norm.group_norm import GROUP_NORM, GROUP_NORM_GRAD
 from .registry.chips import CHIPS, chip, floor
 from .registry.choose import Considered, explain
 from .registry.kernel import Op
-from .registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec
+from .registry.spec import AttentionSpec, ChannelNormSpec, ConvSpec, NormSpec, Spec
 
 _OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 _UNFUSED = {"forward": forward.FORWARD, "input_grad": forward.INPUT_GRAD}
@@ -151,6 +153,10 @@ _NORM = {
     r"tiles=(\d+)": _appends("tiles"),
     "|".join(ACTIVATIONS).join("()"): _sets("activation"),
 }
+_CHANNEL_NORM = {name: _NORM[name] for name in (r"(\d+)x(\d+)x(\d+)", r"(\d+)")} | {
+    "(centred)": _flags,
+    "|".join(ACTIVATIONS).join("()"): _sets("activation"),
+}
 _ATTENTION = {
     r"(\d+)x(\d+)": lambda given, *numbers: _of_heads(given, *map(int, numbers)),
     r"keys=(\d+)": ("keys",),
@@ -213,6 +219,17 @@ def _norm(words: Sequence[str]) -> tuple[Op, NormSpec]:
     return (GROUP_NORM_GRAD if spec.grad else GROUP_NORM), spec
 
 
+def _channel_norm(words: Sequence[str]) -> tuple[Op, ChannelNormSpec]:
+    example = "channel_norm forward 32x64x64 128 bf16 silu"
+    needed = {"n": "32x64x64", "c": "128", "dtype": "bf16"}
+    which, given = _read(words, _CHANNEL_NORM, needed, example)
+    if which == "weight_grad":
+        raise ValueError("a norm has one backward pass; choose forward or input_grad")
+    pixels, grad = given.pop("h") * given.pop("w"), which == "input_grad"
+    spec = ChannelNormSpec(**given, pixels=pixels, grad=grad)
+    return (CHANNEL_NORM_GRAD if grad else CHANNEL_NORM), spec
+
+
 def _attention(words: Sequence[str]) -> tuple[Op, AttentionSpec]:
     example = "attention forward 32x256 6x32 bf16"
     needed = {"n": "32x256", "heads": "6x32", "dtype": "bf16"}
@@ -251,6 +268,7 @@ _FAMILIES = {
     "conv": _conv,
     "conv2d": _conv,
     "norm": _norm,
+    "channel_norm": _channel_norm,
     "attention": _attention,
     "stage": _stage,
 }

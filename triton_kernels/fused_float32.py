@@ -37,6 +37,8 @@ _NONE = (  # and these have no products
     "avg_pool_grad",
     "begin_step",
     "bias_grad",
+    "channel_norm_backward",
+    "channel_norm_forward",
     "norm_apply",
     "norm_apply_upsampled",
     "norm_backward",

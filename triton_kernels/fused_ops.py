@@ -6,6 +6,7 @@ A norm is several of them, or one:
     norm_grad_table, norm_dx    the same of its gradient
     norm_apply, norm_backward   either pair; in one launch where images have few partial sums
     norm_of_sums                the first pair in sampling, in one launch where that pays
+    channel_norm_forward, ..._backward   norms over the channels of each pixel
     norm_single_cta             in sampling: a program holds whole groups of an image and needs no
                                 sums; also of what `conv_split` has stored
 
@@ -54,6 +55,7 @@ from .conv1d.conv1d import conv_stage, head, project
 from .embedding.begin_step import begin_step
 from .embedding.linear_grads import linear_grads
 from .embedding.sinusoids import sinusoids
+from .norm.channel_norm import channel_norm_backward, channel_norm_forward
 from .norm.from_partials import SMALL_NORM, norm_of_sums, norm_of_sums_upsampled
 from .norm.inline_statistics import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
 from .norm.passes import apply, apply_upsampled, norm_dx

@@ -22,6 +22,8 @@ OPERANDS = (
     "apply",
     "apply_upsampled",
     "begin_step",
+    "channel_norm_backward",
+    "channel_norm_forward",
     "norm_of_sums",
     "norm_of_sums_upsampled",
     "norm_single_cta",

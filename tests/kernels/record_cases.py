@@ -89,6 +89,7 @@ def _others() -> Iterator[Callable[[], None]]:
     yield _small_ops
     yield _cross_attention
     yield _long_attention
+    yield _channel_norms
     network = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1}
     network |= {"attention_resolutions": [2], "num_head_channels": 16}
     for options in (
@@ -129,6 +130,23 @@ def _long_attention() -> None:
         o, lse = triton_kernels.fused_ops.attention_forward(qkv, heads, order)
         place = torch.empty if t % 256 else None
         attention_bwd_rows(torch.empty_like(o), qkv, o, lse, heads, order, False, place)
+
+
+def _channel_norms() -> None:
+    """As denoising-diffusion-pytorch's blocks have them under autocast, and transformers."""
+    ops = triton_kernels.fused_ops
+    for shape, dtype, how in (
+        ((32, 64, 64, 64), torch.bfloat16, {"eps_in": "max", "eps": 1e-12, "activation": "silu"}),
+        ((16, 256, 1280), torch.bfloat16, {"centred": True, "eps": 1e-5}),
+        ((16, 256, 1000), torch.float32, {"eps_in": "sum", "eps": 1e-4, "activation": "gelu"}),
+    ):
+        x, dy = torch.empty(shape, dtype=dtype), torch.empty(shape)
+        film = torch.empty(shape[0], 2 * shape[-1], dtype=dtype).chunk(2, 1)
+        params = torch.empty(shape[-1]), torch.empty(shape[-1]), *film
+        params = params if dtype == torch.bfloat16 else (None,) * 4
+        ops.channel_norm_forward(x, params, dtype=torch.float32, **how)
+        beside = torch.empty_like(x) if how.get("centred") else None
+        ops.channel_norm_backward(dy, x, params, add=beside, rows=beside is not None, **how)
 
 
 def _train(options: dict[str, Any], precision: str = "bf16") -> None:

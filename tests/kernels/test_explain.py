@@ -59,6 +59,15 @@ def test_specs_are_those_of_conv2d(which, filters, stride):
     assert dataclasses.replace(spec, filters=(32, 64)) == called
 
 
+def test_norms_over_channels(capsys):
+    op, spec = parse("channel_norm forward 2x8x16 192 bf16 silu centred")
+    assert (op.name, spec.centred, spec.pixels) == ("channel_norm", True, 128)
+    assert main(["channel_norm input_grad 32x64x64 128 bf16 silu", "gpu=h100"]) == 0
+    assert "-> whole_rows" in capsys.readouterr().out
+    assert main(["channel_norm weight_grad 2x8x8 16 bf16"]) == 2
+    assert "choose forward or input_grad" in capsys.readouterr().err
+
+
 def test_strides(capsys):
     for line, kernel in (
         ("conv unfused forward 16x24x24 336->336 3x3 bf16 stride=2", "-> gather"),

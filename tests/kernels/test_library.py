@@ -94,6 +94,17 @@ CASES = {
         *(torch.randn(4), None, torch.randn(2, 4), None),
         *("relu", [True, False, True, False, True, False]),
     ),
+    "channel_norm": lambda: (
+        *(_randn(2, 2, 3, 4), _randn(4), None, _randn(2, 4), _randn(2, 4)),
+        *(1e-5, True, "root", "silu"),
+    ),
+    "channel_norm, without parameters": lambda: (
+        *(_randn(2, 2, 3, 4), None, None, None, None, 1e-12, False, "max", "identity"),
+    ),
+    "channel_norm_backward": lambda: (
+        *(torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4), torch.randn(4), None),
+        *(torch.randn(2, 4), None, 1e-3, False, "sum", "gelu", [True, True, False, True, False]),
+    ),
     "attention": lambda: (_randn(2, 5, 24), 2, "qkv_heads", False),
     "attention_backward": lambda: (
         *(torch.randn(2, 5, 8), torch.randn(2, 5, 24), torch.randn(2, 5, 8)),
@@ -176,7 +187,15 @@ def test_opcheck(case, device):
 
 @pytest.mark.parametrize(
     "case",
-    ["conv2d", "group_norm", "attention", "cross_attention", "avg_pool2d", "upsample_nearest2d"]
+    [
+        "conv2d",
+        "group_norm",
+        "channel_norm",
+        "attention",
+        "cross_attention",
+        "avg_pool2d",
+        "upsample_nearest2d",
+    ]
     + ["dropout", "denoise_loss"],
 )
 def test_twice_differentiated_raises(case, device):

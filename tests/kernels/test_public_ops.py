@@ -40,6 +40,7 @@ def _arguments(device: str) -> dict[str, tuple[tuple, dict]]:
         "adamw_step": ((*flat, norm, hyper, skipped), {}),
         "attention": ((x.view(2, 16, 6), 1), {}),
         "avg_pool2d": ((x,), {}),
+        "channel_norm": ((x,), {}),
         "cross_attention": ((x.view(2, 16, 6), torch.zeros(2, 3, 12, device=device), 1), {}),
         "conv2d": ((x, weight), {}),
         "denoise_loss": ((x, x, t, table, rng), {}),

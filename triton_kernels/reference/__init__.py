@@ -98,6 +98,44 @@ def _near_zero(x: Tensor, num_groups: int) -> Tensor:  # [N, H, W, C]
     return x - mean.repeat_interleave(width, 1)[:, None, None, :]
 
 
+def channel_norm(
+    x: Tensor,  # [N, H, W, C]
+    weight: Tensor | None = None,  # [C]
+    bias: Tensor | None = None,  # [C]
+    *,
+    eps: float = 1e-5,
+    centred: bool = False,
+    eps_in: str = "root",
+    activation: str = "identity",
+    scale: Tensor | None = None,  # [N, C]
+    shift: Tensor | None = None,  # [N, C]
+) -> Tensor:  # [N, H, W, C], dtype of x
+    """act((norm(x) * weight + bias) * (1 + scale) + shift), over the channels of each pixel, in
+    float32 (float64 for float64 input):
+
+        norm(x) = x / sqrt(s + eps)          eps_in="root": RMSNorm, and centred LayerNorm
+        norm(x) = x / max(sqrt(s), eps)      eps_in="max": F.normalize, times sqrt(C)
+        norm(x) = x / (sqrt(s) + eps)        eps_in="sum"
+
+    with s the mean of x^2 over channels, and x less its mean if it is `centred`."""
+    dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    z = x.to(dtype)
+    if centred:
+        z = z - z.mean(-1, keepdim=True)
+        z = z - z.mean(-1, keepdim=True)  # what the first sum has lost of a large mean
+    if eps_in == "root":
+        z = z * torch.rsqrt(z.square().mean(-1, keepdim=True) + eps)
+    else:  # the gradient of a vector's length is 0 where that is 0
+        root = torch.linalg.vector_norm(z, dim=-1, keepdim=True) * x.shape[-1] ** -0.5
+        z = z / (root.clamp_min(eps) if eps_in == "max" else root + eps)
+    z = z if weight is None else z * weight.to(dtype)
+    z = z if bias is None else z + bias.to(dtype)
+    rows = (-1, *(1,) * (x.ndim - 2), x.shape[-1])
+    z = z if scale is None else z * (1 + scale.to(dtype).reshape(rows))
+    z = z if shift is None else z + shift.to(dtype).reshape(rows)
+    return ACTIVATION_FUNCTIONS[activation](z).to(x.dtype)
+
+
 def attention(
     qkv: Tensor,  # [N, T, 3C]
     num_heads: int,

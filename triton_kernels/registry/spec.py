@@ -19,6 +19,7 @@ _NAMES = {
 # it reads at once. They are for evaluations of one image, and refuse more than these.
 FEW_IMAGES = 4
 WHOLE_PIXELS = 256  # of an image whose groups a norm reads whole, and may add parts of
+MOST_CHANNELS = 8192  # of a pixel that one program normalises: 16 elements a thread
 _BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
 
 
@@ -280,3 +281,35 @@ class NormSpec(Spec):
     def bytes(self) -> int:
         """x and the result; backward also the gradient that comes."""
         return (3 if self.grad else 2) * self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class ChannelNormSpec(Spec):
+    """act(norm(x) g + b) of n images [pixels, c], with norm over the channels of each pixel; or its
+    gradients."""
+
+    pixels: int
+    c: int
+    centred: bool = False  # the mean is subtracted
+    eps_in: str = "root"  # root | max | sum: where eps is, see `reference.channel_norm`
+    activation: str = "identity"
+    grad: bool = False
+    dx: bool = True  # of a gradient: whether that of x is wanted, not of parameters alone
+    add: bool = False  # and a tensor is added to it
+    result: int | None = None  # bytes of a number of the result, or its gradient; None: as of x
+
+    @property
+    def elements(self) -> int:
+        """Of x."""
+        return self.n * self.pixels * self.c
+
+    @property
+    def flops(self) -> int:
+        """None are products."""
+        return 0
+
+    @property
+    def bytes(self) -> int:
+        """x and the result; backward x, the gradient that comes, and those that go."""
+        of_x = 1 + (self.grad and self.dx) + self.add
+        return self.elements * (of_x * self.itemsize + (self.result or self.itemsize))

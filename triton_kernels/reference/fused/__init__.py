@@ -9,7 +9,8 @@ This is what `fused` means: a test holds each kernel against it, and on it the p
     coeff      [N, 3, C]     (p, q, r): dx = p dz + q x + r
 
 `conv`, `upsampled`, `norms`, `skip`, `resample`, `sums`, `inputs` and `attention` are what training
-and sampling are made of; `parts`, `one_launch_norms` and `conv_and_norm` are of sampling alone.
+and sampling are made of; `parts`, `one_launch_norms` and `conv_and_norm` are of sampling alone, and
+`channel_norm` is of other people's networks.
 """
 # ruff: noqa: F401  (a plan finds these names here)
 
@@ -22,6 +23,7 @@ from .attention import (
     cross_attention_forward,
     projected_attention,
 )
+from .channel_norm import channel_norm_backward, channel_norm_forward
 from .conv import (
     conv_down,
     conv_down_input_grad,

@@ -1,0 +1,318 @@
+"""The norm over the channels of each pixel, with the affine map, FiLM's scale and shift, and the
+activation in the same pass: RMSNorm (Zhang and Sennrich 2019), LayerNorm (Ba et al. 2016) over
+channels, and PyTorch's `normalize`. `channel_norm_kernels` has the formulas.
+
+A program keeps whole rows in registers. Forward reads x once and writes y; backward reads x and dy
+once, makes the statistics again, and writes dx. It leaves sums over its pixels, of which the
+gradients of the parameters follow as in a GroupNorm.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..activations import check_activation, rounded_grad
+from ..registry.choose import select
+from ..registry.cost import of_passes
+from ..registry.kernel import Kernel, Op, configures
+from ..registry.spec import MOST_CHANNELS, ChannelNormSpec, dtype_name
+from ..runtime.dependent_launch import overlapping
+from ..runtime.device import Device, describe
+from ..runtime.layout import DTYPES, check_nhwc, check_shape
+from ..runtime.library import derivative, once_differentiable, op
+from .channel_norm_kernels import channel_norm_bwd_kernel, channel_norm_fwd_kernel
+from .multi_pass import Params, params_grad, row_strides
+
+EPS_IN = ("root", "max", "sum")
+
+_empty = torch.empty  # tests put a function here that returns NaNs
+
+
+# --- the registry ---------------------------------------------------------------------------------
+
+
+@configures("whole_rows")
+class WholeRows(NamedTuple):
+    """What a program reads at once."""
+
+    tile: int  # elements, of whole rows
+    num_warps: int
+
+
+_TILES = (2048, 1024, 4096)
+_THREAD = 16  # elements: loads of 16 bytes, and in backward three sums as large
+
+
+def _refuse(spec: ChannelNormSpec, gpu: Device) -> str | None:
+    return f"a pixel of {spec.c} channels; at most {MOST_CHANNELS}" if _is_wide(spec.c) else None
+
+
+def _is_wide(channels: int) -> bool:
+    return channels > MOST_CHANNELS
+
+
+def _configs(spec: ChannelNormSpec, gpu: Device) -> list[WholeRows]:
+    row = triton.next_power_of_2(max(spec.c, 1))
+    tiles = dict.fromkeys(max(tile, row) for tile in _TILES)
+    return [WholeRows(tile, tile // (32 * _THREAD)) for tile in tiles]
+
+
+def _cost(spec: ChannelNormSpec, gpu: Device, config: WholeRows) -> float:
+    return of_passes(spec.bytes, 1)
+
+
+# Channels, and with them the tile, decide; where eps is does not
+_KEY = ("pixels", "c", "centred", "activation", "dtype")
+CHANNEL_NORM = Op(
+    "channel_norm",
+    _KEY,
+    (Kernel("whole_rows", WholeRows, _refuse, _configs, _cost),),
+)
+CHANNEL_NORM_GRAD = Op(
+    "channel_norm_bwd",
+    (*_KEY, "dx", "add"),
+    (Kernel("whole_rows", WholeRows, _refuse, _configs, _cost),),
+)
+
+
+class _Grid(NamedTuple):
+    """How n images are cut into programs."""
+
+    k: int  # programs an image
+    tiles: int  # of each
+    block_p: int
+    block_c: int
+
+
+def _cut(spec: ChannelNormSpec, config: WholeRows, gpu: Device) -> _Grid:
+    """As many programs as keep the GPU busy, each with as few tiles as that allows."""
+    block_c = triton.next_power_of_2(max(spec.c, 1))
+    block_p = max(1, min(config.tile // block_c, triton.next_power_of_2(max(spec.pixels, 1))))
+    blocks = triton.cdiv(spec.pixels, block_p)
+    tiles = max(1, triton.cdiv(spec.n * blocks, gpu.busy))
+    return _Grid(triton.cdiv(blocks, tiles), tiles, block_p, block_c)
+
+
+# --- launchers ------------------------------------------------------------------------------------
+
+
+def channel_norm_forward(
+    x: Tensor,  # contiguous [N, ..., C]
+    params: Params = (None,) * 4,  # weight, bias [C]; scale, shift [N, C]
+    *,
+    eps: float,
+    centred: bool = False,
+    eps_in: str = "root",
+    factor: float = 1.0,
+    activation: str = "identity",
+    dtype: torch.dtype | None = None,  # of the result; None: of x
+    tf32: bool = False,  # float32 is rounded to TF32
+) -> Tensor:  # as x
+    """act((factor norm(x) weight + bias) (1 + scale) + shift), as `reference.channel_norm`."""
+    n, pixels, c = _extent(x, params)
+    y = _empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    spec = ChannelNormSpec(
+        n, dtype_name(x.dtype), pixels, c, centred, eps_in, activation, result=y.itemsize
+    )
+    gpu = describe(x.device)
+
+    def run(config: WholeRows) -> Tensor:
+        k, tiles, block_p, block_c = _cut(spec, config, gpu)
+        channel_norm_fwd_kernel[(n * k,)](
+            x, *params, y, *row_strides(params), pixels, c, k, tiles, eps, factor, centred, eps_in,
+            activation, block_p, block_c, tf32, num_warps=config.num_warps,
+            **overlapping(x.device),
+        )  # fmt: skip
+        return y
+
+    return run(select(CHANNEL_NORM, spec, gpu, run).config)
+
+
+class Gradients(NamedTuple):
+    """Of what `channel_norm_backward` was asked for; of the rest None."""
+
+    dx: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    scale: Tensor | None
+    shift: Tensor | None
+    rows: Tensor | None  # float32 [rows, C], whose sum is that of dx over all pixels
+
+
+def channel_norm_backward(
+    dy: Tensor,  # contiguous, shape of x
+    x: Tensor,  # contiguous [N, ..., C]
+    params: Params = (None,) * 4,
+    needed: tuple[bool, ...] = (True,) * 5,  # the gradients of x, weight, bias, scale, shift
+    *,
+    eps: float,
+    centred: bool = False,
+    eps_in: str = "root",
+    factor: float = 1.0,
+    activation: str = "identity",
+    add: Tensor | None = None,  # shape of x: added to dx
+    rows: bool = False,  # of dx
+    tf32: bool = False,  # dx in float32 is rounded to TF32
+) -> Gradients:
+    """Each gradient in the dtype of its tensor; those of parameters that there are not are None."""
+    n, pixels, c = _extent(x, params)
+    device = x.device
+    asked = tuple(need and p is not None for need, p in zip(needed[1:], params, strict=True))
+    dx = _empty(x.shape, dtype=x.dtype, device=device) if needed[0] else None
+    spec = ChannelNormSpec(
+        n, dtype_name(x.dtype), pixels, c, centred, eps_in, activation, grad=True, dx=needed[0],
+        add=add is not None, result=dy.itemsize,
+    )  # fmt: skip
+    gpu = describe(device)
+
+    def run(config: WholeRows) -> tuple[Tensor | None, Tensor | None]:
+        k, tiles, block_p, block_c = _cut(spec, config, gpu)
+        sums = _sums(any(asked), (n, k, 2, c), device)
+        kept = _sums(rows, (n * k, c), device)
+        if x.numel():
+            channel_norm_bwd_kernel[(n * k,)](
+                dy, x, *params, add, dx, sums, kept, *row_strides(params), pixels, c, k, tiles, eps,
+                factor, centred, eps_in, rounded_grad(activation, x.dtype), block_p, block_c, tf32,
+                num_warps=config.num_warps, **overlapping(device),
+            )  # fmt: skip
+        return sums, kept
+
+    def first(config: WholeRows) -> Tensor:
+        sums, _ = run(config)
+        return sums.sum((0, 1)) if dx is None else dx
+
+    sums, kept = run(select(CHANNEL_NORM_GRAD, spec, gpu, first).config)
+    grads = params_grad(sums, params, asked) if any(asked) else (None,) * 4
+    return Gradients(dx, *grads, kept)
+
+
+def _sums(wanted: bool, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
+    return _empty(shape, dtype=torch.float32, device=device) if wanted else None
+
+
+def _extent(x: Tensor, params: Params) -> tuple[int, int, int]:
+    """N, pixels and C, with all pixels as those of one image where all are treated alike."""
+    c = x.shape[-1]
+    n = x.shape[0] if any(p is not None for p in params[2:]) else 1
+    return n, math.prod(x.shape[:-1]) // max(n, 1), c
+
+
+# --- the op ---------------------------------------------------------------------------------------
+
+
+@op(
+    "channel_norm",
+    lambda x, weight, bias, scale, shift, *_: x.new_empty(x.shape),
+    differentiable=True,
+)
+def _channel_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    centred: bool,
+    eps_in: str,
+    activation: str,
+) -> Tensor:
+    options = {"eps": eps, "centred": centred, "eps_in": eps_in, "activation": activation}
+    return channel_norm_forward(x, (weight, bias, scale, shift), **options)
+
+
+def _fake_backward(dy, x, weight, bias, scale, shift, eps, centred, eps_in, activation, needed):
+    inputs = (x, weight, bias, scale, shift)
+    return [t.new_empty(t.shape) for t, need in zip(inputs, needed, strict=True) if need]
+
+
+@op("channel_norm_backward", _fake_backward)
+def _channel_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    centred: bool,
+    eps_in: str,
+    activation: str,
+    needed: list[bool],
+) -> list[Tensor]:
+    """The gradients of x, weight, bias, scale and shift, those that are needed."""
+    options = {"eps": eps, "centred": centred, "eps_in": eps_in, "activation": activation}
+    params = (weight, bias, scale, shift)
+    grads = channel_norm_backward(dy, x, params, tuple(needed), **options)
+    return [grad for grad, need in zip(grads[:5], needed, strict=True) if need]
+
+
+@derivative(of=_channel_norm)
+class _ChannelNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, scale, shift, *how):
+        ctx.save_for_backward(x, weight, bias, scale, shift)
+        ctx.how = how
+        return _channel_norm.below_autograd(x, weight, bias, scale, shift, *how)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        needed = ctx.needs_input_grad[:5]
+        dy = dy.contiguous()  # autograd may hand over an expanded or permuted gradient
+        grads = iter(_channel_norm_backward(dy, *ctx.saved_tensors, *ctx.how, list(needed)))
+        return *(next(grads) if need else None for need in needed), *(None,) * len(ctx.how)
+
+
+def channel_norm(
+    x: Tensor,  # [N, H, W, C]
+    weight: Tensor | None = None,  # [C]
+    bias: Tensor | None = None,  # [C]
+    *,
+    eps: float = 1e-5,
+    centred: bool = False,
+    eps_in: str = "root",
+    activation: str = "identity",
+    scale: Tensor | None = None,  # [N, C]
+    shift: Tensor | None = None,  # [N, C]
+) -> Tensor:  # [N, H, W, C], dtype of x
+    """act((norm(x) * weight + bias) * (1 + scale) + shift), with norm over the channels of each
+    pixel; statistics and arithmetic in float32.
+
+    norm(x) is RMSNorm, or LayerNorm with `centred`, which subtracts the mean first. With s the mean
+    of x^2 over channels, x is divided by sqrt(s + eps) with eps_in="root", as
+    torch.nn.RMSNorm and LayerNorm do, by max(sqrt(s), eps) with "max", as F.normalize does, whose
+    result has the length 1 instead of sqrt(C) and whose eps is sqrt(C) times as large, and by
+    sqrt(s) + eps with "sum".
+
+    Parameters may have another dtype than x, such as float32; each gradient has the dtype of its
+    tensor. The rows of `scale` and `shift` may be strided. torch.autocast has no effect.
+
+    Raises ValueError for more than 8192 channels, and for a wrong shape, dtype, layout, activation
+    or eps_in.
+    """
+    check_nhwc("x", x)
+    check_activation(activation)
+    if eps_in not in EPS_IN:
+        raise ValueError(f"eps_in is {eps_in!r}; expected one of {', '.join(EPS_IN)}")
+    n, _, _, c = x.shape
+    if _is_wide(c):
+        raise ValueError(f"x has {c} channels; expected at most {MOST_CHANNELS}")
+    for name, param, shape in (
+        ("weight", weight, (c,)),
+        ("bias", bias, (c,)),
+        ("scale", scale, (n, c)),
+        ("shift", shift, (n, c)),
+    ):
+        if param is None:
+            continue
+        check_shape(name, param, *shape)
+        if param.dtype not in DTYPES:
+            raise ValueError(f"{name} is {param.dtype}; expected float32, float16 or bfloat16")
+        if param.stride(-1) != 1 and c > 1:
+            raise ValueError(f"{name} has strides {param.stride()}; expected channels side by side")
+    return _channel_norm(x, weight, bias, scale, shift, eps, centred, eps_in, activation)
