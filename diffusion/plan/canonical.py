@@ -2,6 +2,7 @@
 
 - Common subexpressions are merged, unused nodes are removed, and nodes without inputs are computed
   now.
+- Norms over channels that a module writes itself become one node (`norms_by_hand`).
 - A norm and the following activation become one node, with the embedding's scale and shift (FiLM).
 - Casts around a norm are removed, since its statistics are in float32 anyway.
 - Biases are added in float32 before a result is rounded.
@@ -12,11 +13,12 @@ import torch
 
 from .graph import Graph, Node, Value
 from .launch.table import launch_reference
+from .norms_by_hand import find_norms
 
 
 def canonicalise(graph: Graph) -> None:
     """Apply all of them, in place."""
-    for rewrite in (_constants, once, _casts, _biases, _norms, _padding):
+    for rewrite in (_constants, once, _casts, _biases, find_norms, _norms, _padding):
         rewrite(graph)
         graph.prune()
     graph.sort()
@@ -99,7 +101,7 @@ def _biases(graph: Graph) -> None:
 
 
 def _norms(graph: Graph) -> None:
-    for node in [n for n in graph.nodes if n.op == "group_norm"]:
+    for node in [n for n in graph.nodes if n.op in ("group_norm", "channel_norm")]:
         _absorb_casts_before(graph, node)
         while _absorb_reader(graph, node):
             pass
@@ -124,7 +126,9 @@ def _absorb_reader(graph: Graph, norm: Node) -> bool:
     plain = norm.attrs["activation"] == "identity"
     if reader.op == "act" and plain:
         norm.attrs["activation"] = reader.attrs["activation"]
-    elif reader.op == "cast" and norm.inputs["x"].dtype == reader.out.dtype:
+    elif reader.op == "cast" and _is_written_as(norm, reader.out.dtype):
+        pass
+    elif norm.op == "channel_norm" and plain and _absorb_affine(graph, norm, reader):
         pass
     elif reader.op in ("mul", "add") and plain and _is_film(norm, reader):
         other = reader.inputs["b"]
@@ -142,6 +146,33 @@ def _absorb_reader(graph: Graph, norm: Node) -> bool:
     return True
 
 
+def _is_written_as(norm: Node, dtype: torch.dtype) -> bool:
+    """Whether a norm can give its result in a dtype that its reader wants."""
+    if norm.op == "channel_norm":  # whose kernels write any
+        return dtype.is_floating_point
+    return norm.inputs["x"].dtype == dtype
+
+
+def _absorb_affine(graph: Graph, norm: Node, reader: Node) -> bool:
+    """Take a number or a vector of channels that a norm is multiplied with, or a vector that is
+    added: its factor, weight or bias."""
+    linear = not {"bias", "shift"} & set(norm.inputs)
+    if reader.op == "affine" and linear and reader.attrs["offset"] == 0:
+        norm.attrs["factor"] *= reader.attrs["scale"]
+        return True
+    if reader.op not in ("mul", "add") or reader.inputs["a"] is not norm.out:
+        return False
+    other, c = reader.inputs["b"], norm.out.shape[-1]
+    if other is norm.out or other.shape != (*(1 for _ in norm.out.shape[:-1]), c):
+        return False
+    role = "weight" if reader.op == "mul" else "bias"
+    free = role not in norm.inputs and (linear if role == "weight" else True)
+    if not free or role == "bias" and {"scale", "shift"} & set(norm.inputs):
+        return False
+    norm.inputs[role] = _flat(graph, other, (c,), reader)
+    return True
+
+
 def _is_film(norm: Node, reader: Node) -> bool:
     if reader.inputs["a"] is not norm.out or reader.inputs["b"] is norm.out:
         return False
@@ -151,7 +182,7 @@ def _is_film(norm: Node, reader: Node) -> bool:
     return shape == (x[0], *(1 for _ in x[1:-1]), x[-1])
 
 
-def _flat(graph: Graph, value: Value, shape: tuple[int, int], reader: Node) -> Value:
+def _flat(graph: Graph, value: Value, shape: tuple[int, ...], reader: Node) -> Value:
     before = graph.producers().get(value)
     if before is not None and before.op == "reshape" and before.inputs["x"].shape == shape:
         return before.inputs["x"]

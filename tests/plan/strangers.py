@@ -228,6 +228,82 @@ class LinearAttention(nn.Module):
         return x + self.out(o.reshape(n, c, h, w))
 
 
+class RMSNorm(nn.Module):
+    """As denoising-diffusion-pytorch 2 has it."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.scale, self.g = c**0.5, nn.Parameter(torch.ones(1, c, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=1) * self.g * self.scale
+
+
+class NormedBlock(nn.Module):
+    """Its residual block: FiLM between a norm over channels and the activation."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(a, b, 3, padding=1), nn.Conv2d(b, b, 3, padding=1)
+        self.norms = nn.ModuleList(RMSNorm(b) for _ in range(2))
+        self.mlp = nn.Sequential(nn.SiLU(), nn.Linear(8, 2 * b))
+        self.skip = nn.Conv2d(a, b, 1) if a != b else nn.Identity()
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        scale, shift = self.mlp(t)[:, :, None, None].chunk(2, dim=1)
+        h = F.silu(self.norms[0](self.first(x)) * (scale + 1) + shift)
+        return F.silu(self.norms[1](self.second(h))) + self.skip(x)
+
+
+class WithMemory(nn.Module):
+    """Its attention: keys and values of their own beside those of the image, linear or not."""
+
+    def __init__(self, c: int, linear: bool, heads: int = 2, d: int = 4) -> None:
+        super().__init__()
+        self.heads, self.linear, self.norm = heads, linear, RMSNorm(c)
+        self.memory = nn.Parameter(torch.randn(2, heads, d, 3))
+        self.qkv = nn.Conv2d(c, 3 * heads * d, 1, bias=False)
+        out = nn.Conv2d(heads * d, c, 1)
+        self.out = nn.Sequential(out, RMSNorm(c)) if linear else out
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, _, h, w = x.shape
+        parts = self.qkv(self.norm(x)).chunk(3, dim=1)
+        q, k, v = (t.reshape(n, self.heads, -1, h * w) for t in parts)  # [N, heads, d, T]
+        mk, mv = (m.expand(n, -1, -1, -1) for m in self.memory)
+        k, v = torch.cat((mk, k), dim=-1), torch.cat((mv, v), dim=-1)
+        if self.linear:
+            q, k = q.softmax(dim=-2) * q.shape[2] ** -0.5, k.softmax(dim=-1)
+            o = torch.einsum("bhde,bhdn->bhen", torch.einsum("bhdn,bhen->bhde", k, v), q)
+        else:
+            rows = (t.transpose(-1, -2) for t in (q, k, v))
+            o = F.scaled_dot_product_attention(*rows).transpose(-1, -2)
+        return self.out(o.reshape(n, -1, h, w)) + x
+
+
+class Normed(nn.Module):
+    """A UNet of these, which halves images by moving pixels into channels."""
+
+    def __init__(self, c: int = 8) -> None:
+        super().__init__()
+        self.stem, self.time = nn.Conv2d(3, c, 7, padding=3), nn.Linear(1, 8)
+        blocks = (c, c), (2 * c, 2 * c), (3 * c, c)
+        self.blocks = nn.ModuleList(NormedBlock(a, b) for a, b in blocks)
+        self.attention = nn.ModuleList([WithMemory(c, True), WithMemory(2 * c, False)])
+        self.down = nn.Conv2d(4 * c, 2 * c, 1)
+        up = nn.Upsample(scale_factor=2), nn.Conv2d(2 * c, 2 * c, 3, padding=1)
+        self.up, self.last = nn.Sequential(*up), nn.Conv2d(c, 3, 1)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        t = self.time(t[:, None] / 1000)
+        h = self.attention[0](self.blocks[0](self.stem(x), t))
+        n, c, height, width = h.shape
+        small = h.reshape(n, c, height // 2, 2, width // 2, 2).permute(0, 1, 3, 5, 2, 4)
+        small = self.down(small.reshape(n, 4 * c, height // 2, width // 2))
+        large = self.up(self.attention[1](self.blocks[1](small, t)))
+        return self.last(self.blocks[2](torch.cat((large, h), dim=1), t))
+
+
 class ByEinsum(nn.Module):
     """As guided-diffusion has it."""
 
@@ -284,6 +360,7 @@ def _encoder(**options) -> nn.Module:
 
 
 add("linear attention", lambda: _image(LinearAttention(16, 4)), (2, 3, 4, 6))
+add("norms over channels", Normed, (2, 3, 4, 6), T.float())
 add("attention by einsum", lambda: _image(ByEinsum(16, 4)), (2, 3, 4, 6))
 add("attention with a bias", lambda: OfPlaces(16, 5), (2, 5, 16))
 add("gated linear units", lambda: nn.Sequential(Gated(8), Gated(8)), (2, 5, 8))

@@ -10,7 +10,9 @@ from diffusion.plan import planned
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.launch.table import launch_kernels, launch_reference
 from diffusion.runtime.backend import TORCH_FP32
+from tests.plan.strangers import Normed
 from tests.plan.test_fuse import OPTIONS
+from triton_kernels.registry.spec import MOST_CHANNELS
 
 GROUPS = OPTIONS | {"num_groups": 2}
 
@@ -140,3 +142,32 @@ def test_convolutions_that_no_fused_kernel_has(layer, shape, device, monkeypatch
     )
     for a, b in ((y, expected), *pairs):
         assert (a - b).abs().max() <= 2e-3 * b.abs().max()
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_norms_over_channels(tf32, device, monkeypatch):
+    """Of a network whose norms are all of these, as it computes itself."""
+    torch.manual_seed(0)
+    module, t = Normed(4).to(device), torch.tensor([3.0, 400.0], device=device)
+    x = torch.randn(2, 3, 4, 6, device=device)
+    parameters, expected = list(module.parameters()), module(x, t)
+    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (tf32, tf32))
+    monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
+    y, dy = Accelerated(module)(x, t), torch.randn_like(expected)
+    theirs = expected, *torch.autograd.grad(expected, parameters, dy)
+    ours = y, *torch.autograd.grad(y, parameters, dy)
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() <= (5e-3 if tf32 else 2e-5) * b.norm().clamp(min=1)
+
+
+@pytest.mark.parametrize("channels", [24, MOST_CHANNELS + 1])
+def test_layer_norms(channels, device, monkeypatch):
+    """By the kernel, or PyTorch where it has no rows so long; over two axes as over one."""
+    module = nn.LayerNorm((3, channels // 3)).to(device)
+    x = torch.randn(5, *module.normalized_shape, device=device, requires_grad=True)
+    nn.init.normal_(module.weight)
+    monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
+    dy, given = torch.randn_like(x), [x, *module.parameters()]
+    ours, theirs = (torch.autograd.grad(f(x), given, dy) for f in (Accelerated(module), module))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max()

@@ -58,7 +58,10 @@ def test_accelerated(name):
         assert torch.equal(x, before[key]) and not torch._is_functional_tensor(x), key
 
 
-@pytest.mark.parametrize("name", ["UNet2DConditionModel", "two masks", "ConvNeXt", "written to"])
+AUTOCAST = ["UNet2DConditionModel", "two masks", "ConvNeXt", "written to", "norms over channels"]
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
 def test_under_autocast(name):
     """No further from float64 than twice what the module is."""
     exact, args, kwargs = made(name)

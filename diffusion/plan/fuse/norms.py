@@ -119,7 +119,8 @@ def embedding_sums(f: Fusing, node: Node) -> Value | None:
 def rows_of_dx(f: Fusing, node: Node) -> Value | None:
     """The sums of dx over pixels, taken while it is written"""
     x = node.inputs["x"]
-    made = f.maker(x, *NORM_DX, "attention_grad", "avg_pool_grad") if _is_of_pixels(node) else None
+    ops = (*NORM_DX, "channel_norm_grad", "attention_grad", "avg_pool_grad")
+    made = f.maker(x, *ops) if _is_of_pixels(node) else None
     if made is None or "rows" in made.outputs or made.out is not x:
         return None
     if made.op == "attention_grad" and "qkv" not in made.outputs:
@@ -142,14 +143,21 @@ def _is_of_pixels(node: Node) -> bool:
     return node.attrs["axes"] == (1, 2) and len(node.out.shape) == 2
 
 
+# of what makes gradients of norms, by them: what is added to each
+_PLACES = {
+    "norm_dx": {"dx1": ("add1", "add1_second"), "dx2": ("add2",)},
+    "channel_norm_grad": {"x": ("add",)},
+}
+
+
 def added_dx(f: Fusing, node: Node) -> Value | None:
     """What other consumers of x send to its gradient is added by the pass that makes it"""
     for dx, other in f.summands(node):
-        norm = f.maker(dx, "norm_dx")
+        norm = f.maker(dx, *_PLACES)
         if norm is None or f.reader(dx, "add") is not node:
             continue
         role = next(r for r, v in norm.outputs.items() if v is dx)
-        places = ("add1", "add1_second") if role == "dx1" else ("add2",)
+        places = _PLACES[norm.op].get(role, ())
         place = next((p for p in places if p not in norm.inputs), None)
         if place is None or _reaches(f, other, norm):
             continue

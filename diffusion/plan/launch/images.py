@@ -4,6 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triton_kernels.reference import fused
+from triton_kernels.registry.spec import MOST_CHANNELS
+
 from .table import by_pytorch, image, launches
 
 HALF = (2, 2)  # pixels of a block, which the kernels have; PyTorch computes other blocks
@@ -82,3 +85,28 @@ def _group_norm(run, node, given):
     options |= {"eps": a["eps"], "activation": a["activation"]}
     affine = given.get("weight"), given.get("bias")
     return run.public.group_norm(image(x), a["groups"], *affine, **options).view(x.shape)
+
+
+_OF_NORM = ("weight", "bias", "scale", "shift")
+
+
+def _of_channels(run, node):
+    """The kernels for norms of so many channels."""
+    return run.kernels if node.inputs["x"].shape[-1] <= MOST_CHANNELS else fused
+
+
+@launches("channel_norm")
+def _channel_norm(run, node, given):
+    params = tuple(given.get(role) for role in _OF_NORM)
+    made = _of_channels(run, node).channel_norm_forward
+    return made(given["x"].contiguous(), params, dtype=node.out.dtype, **node.attrs)
+
+
+@launches("channel_norm_grad")
+def _channel_norm_grad(run, node, given):
+    x, params = given["x"].contiguous(), tuple(given.get(role) for role in _OF_NORM)
+    needed = tuple(role in node.outputs for role in ("x", *_OF_NORM))
+    options = node.attrs | {"add": given.get("add"), "rows": "rows" in node.outputs}
+    made = _of_channels(run, node).channel_norm_backward
+    made = made(given["dy"].contiguous(), x, params, needed, **options)
+    return dict(zip(("x", *_OF_NORM, "rows"), made, strict=True))

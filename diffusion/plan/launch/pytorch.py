@@ -51,36 +51,6 @@ def _act_grad(run, node, given):
     return torch.autograd.grad(y, x, given["dy"])[0]
 
 
-# --- norms over channels --------------------------------------------------------------------------
-
-
-def _in_dtype(given: Inputs, role: str) -> Tensor | None:
-    """An affine parameter of a layer norm in the dtype of its x, as PyTorch's kernel wants it."""
-    return None if role not in given else given[role].to(given["x"].dtype)
-
-
-@by_pytorch("layer_norm")
-def _layer_norm(run, node, given):
-    x, a = given["x"], node.attrs
-    affine = _in_dtype(given, "weight"), _in_dtype(given, "bias")
-    made = torch.native_layer_norm(x.contiguous(), x.shape[x.ndim - a["axes"] :], *affine, a["eps"])
-    return dict(zip(("y", "mean", "rstd"), made, strict=True))
-
-
-@by_pytorch("layer_norm_grad")
-def _layer_norm_grad(run, node, given):
-    x, (weight, bias) = given["x"], (_in_dtype(given, role) for role in ("weight", "bias"))
-    over = x.shape[x.ndim - node.attrs["axes"] :]
-    roles = ("x", "weight", "bias")
-    asked = [role in node.outputs for role in roles]
-    stats = given["mean"], given["rstd"]
-    if x.device.type == "cpu":  # its kernel wants them as it made them, which in 16 bits is in 16
-        stats = tuple(s.to(x.dtype) for s in stats)
-    operands = given["dy"].to(x.dtype).contiguous(), x.contiguous(), over, *stats, weight, bias
-    made = torch.ops.aten.native_layer_norm_backward(*operands, asked)
-    return {role: y for role, y in zip(roles, made, strict=True) if y is not None}
-
-
 # --- arithmetic -----------------------------------------------------------------------------------
 
 

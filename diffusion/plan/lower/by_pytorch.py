@@ -1,9 +1,5 @@
-"""Layers whose kernels a plan has from PyTorch: norms over channels of each position, softmax,
-means and other reductions, products of two batches. Each is one node, `arith` or `layer_norm`.
-
-They are not the framework's, for no network of its own has them: a norm over channels reads and
-writes each row once, which PyTorch's kernel does as well.
-"""
+"""Layers whose kernels a plan has from PyTorch: softmax, means and other reductions, products of
+two batches. Each is one node, `arith`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -85,24 +81,6 @@ def _as_it_lies(low: Lowering, x: View) -> tuple[Value, list[int]]:
     x = low.views.owned(x)
     order = memory_order(x)
     return low.gather(x.permute(order)), order
-
-
-@lowers("native_layer_norm")
-def _layer_norm(low, x, over, weight, bias, eps):
-    value = low.views.rows(x) if len(over) == 1 else low.gather(x)
-    y, *stats = low.meta
-    kept = (*value.shape[: len(value.shape) - len(over)], *(1 for _ in over))
-    node = low.graph.node(
-        "layer_norm",
-        {"x": value, "weight": low.gather(weight), "bias": low.gather(bias)},
-        {
-            "y": (value.shape, y.dtype),
-            **{role: (kept, s.dtype) for role, s in zip(("mean", "rstd"), stats, strict=True)},
-        },
-        axes=len(over),
-        eps=eps,
-    )
-    return whole(node.out, x.shape)
 
 
 @lowers(

@@ -1,11 +1,13 @@
 """Layers: convolutions, products, norms, activations, attention, resampling, dropout."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..graph import Value
+from ..norms_by_hand import channel_norm_attributes
 from ..views import View, in_order, whole
 from .arithmetic import arithmetic
 from .shapes import memory_order
@@ -103,6 +105,18 @@ def _group_norm(low, x, weight, bias, groups, eps):
         activation="identity",
     )
     return in_order(y, x.shape, order)
+
+
+@lowers("native_layer_norm")
+def _layer_norm(low, x, over, weight, bias, eps):
+    """Of several axes, one that is as long as all."""
+    c = math.prod(over)
+    rows = (*x.shape[: -len(over)], c)
+    value = low.views.rows(x) if len(over) == 1 else low.gather(x, rows)
+    affine = {"weight": low.gather(weight, (c,)), "bias": low.gather(bias, (c,))}
+    how = channel_norm_attributes(eps, centred=True)
+    y = low.make("channel_norm", {"x": value, **affine}, value.shape, low.meta[0].dtype, **how)
+    return whole(y, x.shape)
 
 
 @lowers(*ACTIVATIONS)

@@ -1,0 +1,286 @@
+"""Norms over channels that a module writes itself, as a reduction and arithmetic, are one node.
+
+PyTorch would read and write the image several times. What is looked for is a product with the
+reciprocal of a root of x's mean square over its last axis, or of what such a root becomes with eps:
+
+    x / sqrt(mean(x^2) + eps)        RMSNorm, and LayerNorm of x - mean(x); also of var(x)
+    x / max(|x|, eps)                F.normalize
+    x / (|x| + eps)
+
+in whatever form: |x| as a vector's norm or as the root of a sum of squares, each with numbers that
+are multiplied, and casts on the way. Numbers and vectors of channels that the result is multiplied
+with, FiLM and the activation are taken into the node by `canonical`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .graph import Graph, Node, Value
+
+_ATEN = torch.ops.aten
+
+
+def channel_norm_attributes(
+    eps: float, *, centred: bool = False, eps_in: str = "root", factor: float = 1.0
+) -> dict[str, Any]:
+    """Of a node `channel_norm` without an activation."""
+    how = {"eps": eps, "centred": centred, "eps_in": eps_in, "factor": factor}
+    return how | {"activation": "identity"}
+
+
+def find_norms(graph: Graph) -> None:
+    """Replace each such product by a node, in place; what is then not read is left."""
+    producers = graph.producers()
+    nodes, graph.nodes = graph.nodes, []
+    for node in nodes:
+        found = _norm_of(node, producers) if node.op == "mul" else None
+        if found is None:
+            graph.nodes.append(node)
+        else:
+            graph.source = node.source
+            _put(graph, node, *found)
+            producers |= {v: n for n in graph.nodes[-3:] for v in n.outputs.values()}
+    graph.source = ""
+
+
+def _put(graph: Graph, product: Node, x: Value, width: int, attrs: dict[str, Any]) -> None:
+    """What makes the product's value: of rows that are so wide."""
+    y = product.out
+    shape = (*x.shape[:-1], x.shape[-1] // width, width) if x.shape[-1] != width else x.shape
+    if x.shape != shape:
+        x = graph.make("reshape", {"x": x}, shape, x.dtype)
+    node = graph.node("channel_norm", {"x": x}, {"y": (shape, y.dtype)}, **attrs)
+    if y.shape == shape:
+        node.outputs = {"y": y}
+    else:
+        graph.node("reshape", {"x": node.out}, {"y": (y.shape, y.dtype)}).outputs = {"y": y}
+
+
+@dataclass(frozen=True)
+class _Root:
+    """factor times the root of the mean square of x's rows, `squared` if it is its square; x is
+    less its mean if it is `centred`. With eps it is what `channel_norm` divides by."""
+
+    x: Value
+    width: int  # of a row
+    factor: float
+    squared: bool = False
+    centred: bool = False
+    eps: float = 0.0  # of the root itself, not of its multiple
+    eps_in: str | None = None  # None: there is none yet
+
+    def times(self, number: float) -> "_Root | None":
+        """A multiple of it; None: it is no root of anything."""
+        return replace(self, factor=self.factor * number) if number > 0 else None
+
+    def with_eps(self, eps: float, eps_in: str) -> "_Root | None":
+        """With a number that is added, or than which it is not smaller."""
+        if self.eps_in is not None or eps < 0:
+            return None
+        return replace(self, eps=eps / self.factor, eps_in=eps_in)
+
+
+class _Chain:
+    """Who has made values, behind views of whole rows and casts."""
+
+    def __init__(self, producers: dict[Value, Node]) -> None:
+        self.producers = producers
+
+    def maker(self, value: Value) -> Node | None:
+        """The node of a value, or of that which it is in another shape or dtype."""
+        return self.producers.get(self.behind(value))
+
+    def behind(self, value: Value) -> Value:
+        while (node := self.producers.get(value)) is not None:
+            floats = node.out.dtype.is_floating_point
+            if node.op != "reshape" and not (node.op == "cast" and floats):
+                break
+            if not node.inputs["x"].dtype.is_floating_point:
+                break
+            value = node.inputs["x"]
+        return value
+
+    def same(self, a: Value, b: Value) -> bool:
+        return self.behind(a) is self.behind(b)
+
+
+def _norm_of(product: Node, producers: dict[Value, Node]) -> tuple | None:
+    """x, the width of its rows and attributes of its norm, if the product is one."""
+    chain, x = _Chain(producers), product.inputs["a"]
+    over = _of_each_row(product.inputs["b"], x, producers)
+    root = None if over is None else _reciprocal(over, chain)
+    if root is None or root.squared or not 0 < root.factor < math.inf:
+        return None
+    less = _less_mean(x, root.width, chain)
+    if root.centred:  # of the variance of x: what it divides is x - mean
+        if less is None or not chain.same(less, root.x):
+            return None
+    elif not chain.same(x, root.x):
+        return None
+    if less is not None:
+        x = less
+    x = _narrow(x, producers)
+    if x.shape[-1] % root.width or not x.dtype.is_floating_point:
+        return None
+    eps_in = root.eps_in or "root"
+    how = {"centred": less is not None, "eps_in": eps_in, "factor": 1 / root.factor}
+    return x, root.width, channel_norm_attributes(root.eps, **how)
+
+
+def _of_each_row(b: Value, x: Value, producers: dict[Value, Node]) -> Value | None:
+    """What has a number for each row of x, which b repeats or not, [..., 1]."""
+    node = producers.get(b)
+    if node is not None and node.op == "layout" and b.shape == x.shape:
+        *rest, (_, step) = node.attrs["pieces"]  # several rows of an axis
+        count = math.prod(n for n, _ in rest)
+        whole = len(rest) == 1 and rest[0][1] == 1 or not rest
+        is_all = node.attrs["offset"] == 0 and count == node.inputs["x"].numel
+        return node.inputs["x"] if step == 0 and whole and is_all else None
+    return b if b.shape == (*x.shape[:-1], 1) else None
+
+
+def _narrow(x: Value, producers: dict[Value, Node]) -> Value:
+    """Before a cast that loses nothing: statistics are in float32 of any dtype."""
+    node = producers.get(x)
+    if node is None or node.op != "cast":
+        return x
+    before = node.inputs["x"]
+    wider = before.dtype.is_floating_point and x.dtype.itemsize > before.dtype.itemsize
+    return before if wider else x
+
+
+def _less_mean(x: Value, width: int, chain: _Chain) -> Value | None:
+    """y, if x is y less the means of its rows."""
+    node = chain.maker(x)
+    if node is None or node.op != "add" or node.out.shape[-1] != width:
+        return None
+    less = chain.maker(node.inputs["b"])
+    if less is None or less.op != "affine" or less.attrs != {"scale": -1, "offset": 0}:
+        return None
+    mean = _reduced(less.inputs["x"], chain, _ATEN.mean.dim)
+    whole = node.inputs["b"].shape == (*node.out.shape[:-1], 1)
+    y = node.inputs["a"]
+    return y if whole and mean is not None and chain.same(mean, y) else None
+
+
+# --- roots ----------------------------------------------------------------------------------------
+
+
+def _reciprocal(value: Value, chain: _Chain) -> _Root | None:
+    """What this is 1 / of."""
+    node = chain.maker(value)
+    if node is None:
+        return None
+    if node.op == "affine" and node.attrs["offset"] == 0 and node.attrs["scale"] > 0:
+        root = _reciprocal(node.inputs["x"], chain)
+        return root and root.times(1 / node.attrs["scale"])
+    if _calls(node, _ATEN.rsqrt.default):
+        return _square_root(node.inputs["x0"], chain)
+    if _calls(node, _ATEN.reciprocal.default) or _calls(node, _ATEN.pow.Tensor_Scalar, -1):
+        return _root(node.inputs["x0"], chain)
+    if _calls(node, _ATEN.pow.Tensor_Scalar, -0.5):
+        return _square_root(node.inputs["x0"], chain)
+    return None
+
+
+def _root(value: Value, chain: _Chain) -> _Root | None:
+    """The root that this is, with eps or without, or the mean square."""
+    node = chain.maker(value)
+    if node is None:
+        return None
+    if node.op == "affine":
+        root = _root(node.inputs["x"], chain)
+        root = root and root.times(node.attrs["scale"])
+        offset = node.attrs["offset"]
+        return root.with_eps(offset, "sum") if root and offset else root
+    if node.op == "mul":
+        return _mean_square(value, chain)
+    if node.op != "arith":
+        return None
+    if least := _least(node):
+        root = _root(node.inputs["x0"], chain)
+        return root and not root.squared and root.with_eps(least, "max") or None
+    if _calls(node, _ATEN.sqrt.default) or _calls(node, _ATEN.pow.Tensor_Scalar, 0.5):
+        return _square_root(node.inputs["x0"], chain)
+    if (x := _reduced(value, chain, _ATEN.linalg_vector_norm.default)) is not None:
+        length = _axis_length(node)
+        return _Root(x, length, math.sqrt(length))
+    return _mean_square(value, chain)
+
+
+def _square_root(value: Value, chain: _Chain) -> _Root | None:
+    square = _root(value, chain)
+    if square is None or not square.squared or square.eps_in == "max":
+        return None
+    eps_in = square.eps_in and "root"
+    return replace(square, factor=math.sqrt(square.factor), squared=False, eps_in=eps_in)
+
+
+def _mean_square(value: Value, chain: _Chain) -> _Root | None:
+    node = chain.maker(value)
+    if (x := _reduced(value, chain, _ATEN.var.correction)) is not None:
+        given = dict(node.attrs["options"])
+        biased = given.get("correction", 1) == 0 or given.get("unbiased") is False
+        return _Root(x, _axis_length(node), 1.0, True, centred=True) if biased else None
+    for target, is_mean in ((_ATEN.mean.dim, True), (_ATEN.sum.dim_IntList, False)):
+        squares = _reduced(value, chain, target)
+        x = None if squares is None else _squared(squares, chain)
+        if x is not None:
+            length = _axis_length(node)
+            return _Root(x, length, 1.0 if is_mean else float(length), True)
+    return None
+
+
+def _squared(value: Value, chain: _Chain) -> Value | None:
+    node = chain.maker(value)
+    if node is None:
+        return None
+    if node.op == "mul" and chain.same(node.inputs["a"], node.inputs["b"]):
+        return node.inputs["a"]
+    return node.inputs["x0"] if _calls(node, _ATEN.pow.Tensor_Scalar, 2) else None
+
+
+# --- calls of PyTorch -----------------------------------------------------------------------------
+
+
+def _calls(node: Node, target: Callable, *numbers: float) -> bool:
+    """Whether it is this op of one tensor and these numbers."""
+    if node.op != "arith" or node.attrs["target"] != target or node.attrs["options"]:
+        return False
+    return node.attrs["arguments"] == (0, *(("number", n) for n in numbers))
+
+
+def _least(node: Node) -> float | None:
+    """Below which no element of its result is."""
+    a = node.attrs
+    target, rest, options = a["target"], a["arguments"][1:], dict(a["options"])
+    if target not in (_ATEN.clamp_min.default, _ATEN.clamp.default):
+        return None
+    numbers = (
+        [n for kind, n in rest if kind == "number"]
+        if all(isinstance(r, tuple) for r in rest)
+        else []
+    )
+    least, most = ([*numbers, None, None])[:2]
+    least, most = options.get("min", least), options.get("max", most)
+    return least if most is None and isinstance(least, float | int) else None
+
+
+def _reduced(value: Value, chain: _Chain, target: Callable) -> Value | None:
+    """What this has reduced along its last axis, of which it keeps one element."""
+    node = chain.maker(value)
+    if node is None or node.op != "arith" or node.attrs["target"] != target:
+        return None
+    x = node.inputs["x0"]
+    numbers = [number for _, number in node.attrs["arguments"][1:]]
+    if target is _ATEN.linalg_vector_norm.default and numbers.pop(0) != 2:
+        return None
+    return x if numbers[:1] == [[len(x.shape) - 1]] else None
+
+
+def _axis_length(node: Node) -> int:
+    return node.inputs["x0"].shape[-1]

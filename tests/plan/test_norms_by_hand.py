@@ -1,0 +1,186 @@
+"""Norms over channels as modules write them are one node, with what stands behind them."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffusion.plan.fuse.rows import fuse
+from diffusion.plan.trace import trace
+from tests.plan.compare import compare
+from tests.plan.strangers import Normed
+
+C = 6
+
+
+class Norm(nn.Module):
+    """A function of itself and of what a convolution makes of an image, as attributes g, b, t."""
+
+    def __init__(self, function: Callable[["Norm", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.conv = function, nn.Conv2d(3, C, 3, padding=1)
+        self.g, self.b = (nn.Parameter(torch.randn(1, C, 1, 1)) for _ in range(2))
+        self.film = nn.Linear(5, 2 * C)
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        self.t = self.film(t)[:, :, None, None].chunk(2, dim=1)
+        y = self.function(self, self.conv(x))
+        del self.t
+        return y
+
+
+def _rms(x: Tensor, eps: float, dim: int = 1) -> Tensor:
+    return torch.sqrt(x.pow(2).mean(dim, keepdim=True) + eps)
+
+
+def _last(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1)
+
+
+def _convnext(m: Norm, x: Tensor) -> Tensor:
+    u = x.mean(1, keepdim=True)
+    s = (x - u).pow(2).mean(1, keepdim=True)
+    x = (x - u) / torch.sqrt(s + 1e-6)
+    return m.g * x + m.b
+
+
+def _variance(m: Norm, x: Tensor) -> Tensor:
+    """denoising-diffusion-pytorch 1, imagen-pytorch."""
+    var = torch.var(x, dim=1, unbiased=False, keepdim=True)
+    mean = torch.mean(x, dim=1, keepdim=True)
+    return (x - mean) * (var + 1e-5).rsqrt() * m.g
+
+
+def _of_heads(m: Norm, x: Tensor) -> Tensor:
+    q = _last(x).reshape(x.shape[0], -1, 2, C // 2).permute(0, 2, 1, 3)
+    return F.normalize(q, dim=-1)
+
+
+def _edm2(x: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    return x / torch.add(1e-4, norm, alpha=(norm.numel() / x.numel()) ** 0.5)
+
+
+FORMS: dict[str, Callable[[Norm, Tensor], Tensor]] = {
+    "normalize": lambda m, x: F.normalize(x, dim=1),
+    "normalize, a parameter, a number": lambda m, x: F.normalize(x, dim=1) * m.g * C**0.5,
+    "normalize, a number, a parameter": lambda m, x: F.normalize(x, dim=1) * C**0.5 * (m.g + 1),
+    "normalize, FiLM, SiLU": lambda m, x: F.silu(
+        F.normalize(x, dim=1) * m.g * 2 * (m.t[0] + 1) + m.t[1]
+    ),
+    "normalize of rows": lambda m, x: F.normalize(_last(x), dim=-1, eps=0.1),
+    "normalize of heads": _of_heads,
+    "nn.RMSNorm": lambda m, x: F.rms_norm(_last(x), (C,), m.g.flatten(), 1e-3),
+    "rsqrt of a mean": lambda m, x: x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-3) * m.g,
+    "in float32": lambda m, x: (
+        x * torch.rsqrt((x.double() ** 2).mean(1, keepdim=True) + 1e-3).to(x.dtype) * m.g
+    ),
+    "over a root": lambda m, x: m.g * (x / _rms(x, 0.1)) + m.b,
+    "over a root of a sum": lambda m, x: x / ((x * x).sum(1, True) / C + 1e-2) ** 0.5,
+    "over the length and eps": lambda m, x: x / (x.norm(dim=1, keepdim=True) * C**-0.5 + 0.1),
+    "over the length, at least eps": lambda m, x: (
+        x / (x.norm(2, 1, keepdim=True) * C**-0.5).clamp(min=0.5) * m.g
+    ),
+    "EDM2": lambda m, x: _edm2(x),
+    "layer_norm, FiLM": lambda m, x: (
+        F.layer_norm(_last(x), (C,)) * (1 + _last(m.t[0])) + _last(m.t[1])
+    ),
+    "layer_norm over two axes": lambda m, x: F.layer_norm(_last(x), (x.shape[3], C)),
+    "by the variance": _variance,
+    "ConvNeXt": _convnext,
+}
+# which are no norm over channels, or not of what they divide
+OTHERS: dict[str, Callable[[Norm, Tensor], Tensor]] = {
+    "over pixels": lambda m, x: F.normalize(x.flatten(2), dim=2),
+    "of the first power": lambda m, x: F.normalize(x, p=1, dim=1),
+    "of another": lambda m, x: x / _rms(x * m.g, 0.1),
+    "by the unbiased variance": lambda m, x: (
+        (x - x.mean(1, True)) * (x.var(1, keepdim=True) + 1e-3).rsqrt()
+    ),
+    "variance of what keeps its mean": lambda m, x: (
+        x * (x.var(1, unbiased=False, keepdim=True) + 1e-3).rsqrt()
+    ),
+    "less than eps": lambda m, x: x / x.norm(dim=1, keepdim=True).clamp(max=3.0),
+    "between two": lambda m, x: x / x.norm(dim=1, keepdim=True).clamp(0.1, 3.0),
+    "over the mean square": lambda m, x: x / (x.pow(2).mean(1, keepdim=True) + 0.1),
+    "eps twice": lambda m, x: x / (_rms(x, 0.1) + 0.1),
+    "a mean of another": lambda m, x: (x - (x * m.g).mean(1, True)) / _rms(x, 0.1),
+}
+
+
+def made(function) -> tuple[nn.Module, tuple]:
+    torch.manual_seed(0)
+    module = Norm(function).double()
+    return module, (torch.randn(2, 3, 4, 5).double(), torch.randn(2, 5).double())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_is_one_node(name):
+    """With all that stands behind it, and nothing of the image is left to PyTorch."""
+    compared = compare(*made(FORMS[name]))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    forward = trace(*made(FORMS[name])).graph
+    assert forward.count()["channel_norm"] == 1
+    (norm,) = (node for node in forward.nodes if node.op == "channel_norm")
+    moves = ("reshape", "layout")  # to the order of the result
+    large = [n for n in forward.nodes if n.out.numel == norm.out.numel and n.op not in moves]
+    assert [n.op for n in large] == ["conv", "channel_norm"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_is_none(name):
+    compared = compare(*made(OTHERS[name]))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    assert "channel_norm" not in compared.graph.count()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_a_norm_takes(n):
+    """A vector of channels is its weight, rows of samples are FiLM; of one sample both look alike,
+    and what comes too late stays behind it."""
+    module, (x, t) = made(lambda m, x: (F.normalize(x, dim=1) * m.g + m.b) * (m.t[0] + 1) + m.b)
+    args = x[:n], t[:n]
+    compared = compare(module, args)
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    (norm,) = (node for node in compared.graph.nodes if node.op == "channel_norm")
+    expected = {"x", "weight", "bias", "scale"} | ({"shift"} if n == 1 else set())
+    assert set(norm.inputs) == expected
+
+
+def test_gradients_of_what_is_beside_it():
+    """Other gradients of x are added in the launch that makes it, and the sums that a bias before
+    the norm wants are taken there."""
+    torch.manual_seed(0)
+
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return y + self.second(F.silu(F.normalize(y, dim=1)))
+
+    graphs = []
+
+    def rewrite(graph, backward):
+        fuse(graph, backward)
+        graphs.append(graph)
+        return backward
+
+    module, args = Residual().double(), (torch.randn(2, 4, 5, 6).double(),)
+    compared = compare(module, args, rewrite=rewrite)
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    (grad,) = (node for node in graphs[0].nodes if node.op == "channel_norm_grad")
+    assert "add" in grad.inputs and "rows" in grad.outputs
+
+
+def test_a_network_of_them():
+    """Each norm of denoising-diffusion-pytorch's blocks is one node, with FiLM and activation."""
+    graph = trace(Normed(), (torch.randn(2, 3, 4, 6), torch.tensor([3.0, 400.0]))).graph
+    norms = [node for node in graph.nodes if node.op == "channel_norm"]
+    assert len(norms) == 9
+    assert sum({"weight", "scale", "shift"} <= set(node.inputs) for node in norms) == 3
+    assert sum(node.attrs["activation"] == "silu" for node in norms) == 6
