@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from .errors import ConfigError
 from .models.unet import UNet
@@ -111,6 +112,19 @@ def build_policy_model(
         backend=backend,
     )
     return model.to(device)
+
+
+def in_unwritten_memory(build: Callable[[torch.device], nn.Module]) -> nn.Module:
+    """The model that `build(device)` makes, for a rehearsal: in host memory, of which no page is
+    there before it is written, and without parameters that somebody has drawn."""
+    meta = torch.device("meta")
+    with meta:
+        model = build(meta)
+    return model._apply(_unwritten)  # not `to_empty`, which imports sympy for the strides
+
+
+def _unwritten(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
 
 def _construct_model(

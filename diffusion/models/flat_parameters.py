@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from triton_kernels.runtime.device import is_rehearsal
 from triton_kernels.tf32 import rounded_to_tf32
 
 _ALIGNMENT = 64  # elements: every parameter starts at a multiple of 256 bytes (float32), 128 (bf16)
@@ -46,16 +47,17 @@ class FlatParameters:
             if groups[name] == _FILTERS:
                 self.filters_end = size
         like = named[0][1]
-        self.param = torch.zeros(size, dtype=like.dtype, device=like.device)
-        others = [torch.zeros_like(self.param) if trains else self.param for _ in range(3)]
+        self.param = _zeros(size, like)
+        others = [_zeros(size, like) if trains else self.param for _ in range(3)]
         self.grad, self.exp_avg, self.exp_avg_sq = others
         values, gradients = self.views(self.param), self.views(self.grad)
         for name, parameter in named:
-            values[name].copy_(parameter.data)
+            if not is_rehearsal():
+                values[name].copy_(parameter.data)
             if trains:
                 parameter.data = values[name]
                 parameter.grad = gradients[name]
-        self.ema = self.param.clone() if trains else self.param
+        self.ema = self._copied() if trains else self.param
         self.averages: dict[float, Tensor] = {}  # further ones than `ema`, by decay
         self.shadow: Tensor | None = None  # what `low` has made, which the optimizer keeps up
 
@@ -63,7 +65,7 @@ class FlatParameters:
         """The buffer that layers compute with: `param`, or its shadow in another dtype, or rounded
         to TF32 for products of float32."""
         if dtype != self.param.dtype:
-            self.shadow = self.param.to(dtype)
+            self.shadow = self._copied(dtype)
         elif tf32:
             self.shadow = rounded_to_tf32(self.param)
         else:
@@ -72,7 +74,13 @@ class FlatParameters:
 
     def keep_averages(self, decays: Sequence[float]) -> None:
         """Make room for further averages of these decays, which begin as the parameters are."""
-        self.averages = {decay: self.param.clone() for decay in decays}
+        self.averages = {decay: self._copied() for decay in decays}
+
+    def _copied(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The parameters, in memory of their own and in another dtype."""
+        if is_rehearsal():
+            return torch.empty_like(self.param, dtype=dtype)
+        return self.param.to(dtype or self.param.dtype, copy=True)
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """The parameters' places in one of the buffers, by name, in the model's own shapes."""
@@ -90,6 +98,12 @@ class FlatParameters:
             yield
         finally:
             self.param.copy_(trained)
+
+
+def _zeros(size: int, like: Tensor) -> Tensor:
+    """In a rehearsal, which has no numbers, memory of the host that nobody has written."""
+    make = torch.empty if is_rehearsal() else torch.zeros
+    return make(size, dtype=like.dtype, device=like.device)
 
 
 def _group(name: str, parameter: Tensor, endings: tuple[str, ...]) -> int:

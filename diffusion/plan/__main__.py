@@ -18,6 +18,7 @@ out        file for a picture of the timeline; empty: none
 
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,13 @@ from triton_kernels import fused_ops
 from triton_kernels.registry.chips import Chip, chip
 
 from ..errors import ConfigError, check_writable, writing
-from ..factory import POLICY_MODELS, build_model, build_policy_model, with_conditions
+from ..factory import (
+    POLICY_MODELS,
+    build_model,
+    build_policy_model,
+    in_unwritten_memory,
+    with_conditions,
+)
 from ..models.conditions import parts_of, zeros_given
 from ..models.unet import UNet
 from ..models.unet1d import UNet1d
@@ -116,22 +123,25 @@ def example(
     channels: str = "",
     **changed: Any,  # in the settings of the model
 ) -> tuple[nn.Module, tuple, dict]:
-    """A network of the configuration, and arguments of its `forward`."""
+    """A network of the configuration, whose parameters nobody has drawn, and arguments of its
+    `forward`."""
     tokens, dim = map(int, context.split("x")) if context else (0, 0)
     chosen = preset("model", model, **changed)
-    dtype, cpu = PRECISIONS[precision], torch.device("cpu")
+    dtype = PRECISIONS[precision]
     backend = Backend("triton", triton_kernels, dtype, allow_tf32=precision != "fp32")
     t = torch.zeros(batch, dtype=torch.int64)
     if context and chosen["name"] in POLICY_MODELS:
         raise ConfigError(f"context={context} is for images, and {model} is of policies")
     if chosen["name"] in POLICY_MODELS:
         action = int(channels or 2)
-        network = build_policy_model(chosen, backend, action, _CONDITION, cpu)
+        network = in_unwritten_memory(
+            partial(build_policy_model, chosen, backend, action, _CONDITION)
+        )
         x, cond = torch.zeros(batch, int(size or 16), action), torch.zeros(batch, _CONDITION)
         return network, (x, t, cond), {}
     side, c = int(size or 64), int(channels or 3)
     chosen = with_conditions(chosen, context_dim=dim)
-    network = build_model(chosen, backend, (side, side), c, False, cpu)
+    network = in_unwritten_memory(partial(build_model, chosen, backend, (side, side), c, False))
     labels = None if network.num_classes is None else t
     given = zeros_given(batch, labels, (side, side), network, tokens)
     labels = () if given is None else (given,)

@@ -30,7 +30,13 @@ from ..data.context import Context
 from ..data.given import given_from_state
 from ..data.image_set import ImageSet
 from ..data.values import values_from_state
-from ..factory import POLICY_MODELS, Process, build_model, build_policy_model
+from ..factory import (
+    POLICY_MODELS,
+    Process,
+    build_model,
+    build_policy_model,
+    in_unwritten_memory,
+)
 from ..models.conditions import zeros_given
 from ..models.flat_parameters import FlatParameters
 from ..plan.embedding import TOGETHER
@@ -110,22 +116,20 @@ def _network(
     process: Process,
     device: torch.device,
 ) -> nn.Module:
-    """For these samples; on the host without parameters, in memory that nobody has touched."""
+    """For these samples."""
     *size, channels = samples.image_shape
-    where = torch.device("meta") if device == _HOST and is_rehearsal() else device
-    with where:
+
+    def build(device: torch.device) -> nn.Module:
         if settings["name"] in POLICY_MODELS:
             conditions = samples.labels.shape[1]
-            model = build_policy_model(settings, backend, channels, conditions, where)
-        else:
-            images = tuple(size), channels, process.learns_variance
-            model = build_model(settings, backend, *images, where)
-    # not `to_empty`, which imports sympy for the strides
-    return model._apply(partial(_empty, device)) if where.type == "meta" else model
+            return build_policy_model(settings, backend, channels, conditions, device)
+        images = tuple(size), channels, process.learns_variance
+        return build_model(settings, backend, *images, device)
 
-
-def _empty(device: torch.device, x: Tensor) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    if device == _HOST and is_rehearsal():
+        return in_unwritten_memory(build)
+    with device:
+        return build(device)
 
 
 def sample(settings: dict[str, Any]) -> None:

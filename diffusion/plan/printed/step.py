@@ -33,9 +33,9 @@ def step_page(
     refusal, kernels = TrainingUNet.refusal(model), step_kernels(model.backend)
     if refusal is not None:
         raise PlanError(f"a step has the plan of accelerate: {refusal}")
-    flat = FlatParameters(model, together=TOGETHER)
     t, rng = torch.zeros(len(x), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with noting(gpu) as notes:
+        flat = FlatParameters(model, together=TOGETHER)
         # one process's, whose norm of the gradient is taken beside backward
         network = TrainingUNet(model, flat, kernels, ready=lambda start: None)
         made = network.plan_of(x, *network.tokens(parts_of(labels)))
