@@ -55,8 +55,7 @@ class Conditions:
         probability is the same. No host synchronisation."""
         if probability == 0:
             return self
-        words = reference.random_words(rng, len(self), 1, LABEL_DROP, first=first)[:, 0]
-        keeps = words >= round(probability * 2**32)
+        keeps = ~_dropped(rng, len(self), probability, first)
         kept = self.each(lambda part: part * keeps.view(-1, *[1] * (part.ndim - 1)).to(part.dtype))
         return replace(kept, labels=self.labels)
 
@@ -77,6 +76,25 @@ class Conditions:
     def _parts(self) -> dict[str, Tensor]:
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: part for name, part in parts.items() if part is not None}
+
+
+def drop_labels(
+    labels: Tensor,  # int64 [N]
+    rng: Tensor,  # int64 [2]: seed, step
+    probability: float,
+    null_label: int,
+    *,
+    first: int = 0,  # the global index of sample 0
+) -> Tensor:  # int64 [N]
+    """The labels, each replaced by `null_label` with the given probability; which ones is a
+    function of (seed, step, first + n). No host synchronisation."""
+    return labels.masked_fill(_dropped(rng, len(labels), probability, first), null_label)
+
+
+def _dropped(rng: Tensor, count: int, probability: float, first: int) -> Tensor:  # bool [count]
+    """Which samples are told nothing, of one draw: the same for labels and for all else."""
+    words = reference.random_words(rng, count, 1, LABEL_DROP, first=first)[:, 0]
+    return words < round(probability * 2**32)
 
 
 def with_presence(vectors: Tensor) -> Tensor:  # [N, D] -> [N, D + 1]

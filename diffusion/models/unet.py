@@ -16,9 +16,8 @@ from torch._subclasses.fake_tensor import is_fake
 
 from ..errors import ConfigError
 from ..runtime.backend import TORCH_FP32, Backend
-from ..sampling.guidance import drop_labels
 from .blocks import AttentionBlock, CrossAttentionBlock, Downsample, ResBlock, Upsample
-from .conditions import Conditions, Given, attended, parts_of
+from .conditions import Conditions, Given, attended, drop_labels, parts_of
 from .layers import Conv1d, Conv2d, GroupNorm, Linear, Network, TimestepEmbedding
 
 _MOST_CHANNELS = 100_000  # of which one convolution has more weights than a GPU holds

@@ -32,27 +32,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from triton_kernels import reference
-from triton_kernels.noise.philox import LABEL_DROP
-
 from ..errors import ConfigError
 from ..models.conditions import Conditions, Given, joined
 from ..process.objective import Denoiser
 from .chain import GuidedOutput, TabulatedDenoiser, tabulated
-
-
-def drop_labels(
-    labels: Tensor,  # int64 [N]
-    rng: Tensor,  # int64 [2]: seed, step
-    probability: float,
-    null_label: int,
-    *,
-    first: int = 0,  # the global index of sample 0
-) -> Tensor:  # int64 [N]
-    """The labels, each replaced by `null_label` with the given probability; which ones is a
-    function of (seed, step, first + n). No host synchronisation."""
-    words = reference.random_words(rng, len(labels), 1, LABEL_DROP, first=first)[:, 0]
-    return labels.masked_fill(words < round(probability * 2**32), null_label)
 
 
 @dataclass(frozen=True)

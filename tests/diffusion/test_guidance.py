@@ -7,11 +7,12 @@ import torch
 from diffusion.errors import ConfigError
 from diffusion.factory import SAMPLERS, Process, make_sampler
 from diffusion.formats.weights import load_weights, save_guided
+from diffusion.models.conditions import drop_labels
 from diffusion.process.objective import Objective
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32
 from diffusion.sampling.draw import draw
-from diffusion.sampling.guidance import Guidance, drop_labels, guide
+from diffusion.sampling.guidance import Guidance, guide
 from triton_kernels import reference
 from triton_kernels.noise.philox import INITIAL
 

@@ -16,7 +16,7 @@ from diffusion.data.image_set import ImageSet
 from diffusion.errors import ConfigError
 from diffusion.export.run import export
 from diffusion.formats.trained import load_trained
-from diffusion.models.conditions import Conditions
+from diffusion.models.conditions import Conditions, drop_labels
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.process.objective import Objective
 from diffusion.process.schedule import make_schedule
@@ -26,7 +26,7 @@ from diffusion.runs.training import train
 from diffusion.runtime.backend import TORCH_FP32, Backend
 from diffusion.runtime.distributed import Processes
 from diffusion.sampling.beside import Beside
-from diffusion.sampling.guidance import drop_labels, guide
+from diffusion.sampling.guidance import guide
 from diffusion.training.gradient_sum import GradientSum
 from diffusion.training.optimizer import Optimizer, OptimizerSettings
 from diffusion.training.train_step import TrainStep
