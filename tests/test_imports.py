@@ -52,6 +52,35 @@ def test_diffusion_does_not_know_who_calls_it(path):
     assert names & OURS <= {"triton_kernels"}
 
 
+def known(path: Path) -> set[Path]:
+    """Files of its package that a file imports, but for the package's face, which has a version."""
+    found = set()
+    for node in imports(path):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+            for place in (base, *(base / alias.name for alias in node.names)):
+                found |= {place.with_suffix(".py"), place / "__init__.py"}
+    return {file for file in found if file.exists()} - {ROOT / "diffusion/__init__.py"}
+
+
+@pytest.mark.parametrize(
+    "folder",
+    sorted({p.parent for p in files("diffusion")} - {ROOT / "diffusion"}),
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_what_a_folder_of_diffusion_knows_does_not_know_it(folder):
+    """So that `plan/step`, which asks `plan/schedule.py`, is not asked by it."""
+    inside = {path for path in files("diffusion") if folder in path.parents}
+    waiting = list(inside)
+    reached: set[Path] = set()
+    while waiting:
+        path = waiting.pop()
+        further = known(path) - inside - reached
+        reached |= further
+        waiting += further
+    assert not {path: known(path) & inside for path in reached if known(path) & inside}
+
+
 @pytest.mark.parametrize("path", files("tools"), ids=lambda p: p.name)
 def test_tools_do_not_know_each_other(path):
     assert imported(path) & OURS <= {"triton_kernels", "diffusion", "triton_diffusion"}

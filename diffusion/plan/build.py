@@ -17,6 +17,7 @@ from .graph import Graph, Value
 from .join.rules import join
 from .norms import split_norms
 from .ops import FREE
+from .order import backward_moves, forward_moves
 from .schedule import Schedule, schedule
 from .trace import Traced, trace
 
@@ -85,9 +86,11 @@ def plan(
         is_image = node.op.startswith("conv") or len(node.out.shape) == 4
         node.tf32 = tf32[0] if is_image and not node.op.startswith("attention") else tf32[1]
     if backward is None:
-        made = schedule(graph)
+        made = schedule(graph, forward_moves(graph.nodes))
     else:
-        made = schedule(graph, backward.start - fewer, backward.grads.values())
+        start = backward.start - fewer
+        moves = forward_moves(graph.nodes[:start]), backward_moves(graph.nodes[start:])
+        made = schedule(graph, *moves, backward.grads.values())
     graph.nodes = made.nodes
     graph.rename()
     return Plan(traced, made, backward)

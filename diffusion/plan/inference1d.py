@@ -23,6 +23,7 @@ from .evaluation import Evaluation
 from .graph import Node, PlanError, Value
 from .join.stages import MAX_LENGTH, stages
 from .launch.table import launcher_of
+from .order import forward_moves
 from .schedule import schedule
 from .trace import trace
 
@@ -78,7 +79,7 @@ def real_time_plan(
         tf32=backend.allow_tf32,
         batched_from=batched_from,
     )
-    made = schedule(graph)
+    made = schedule(graph, forward_moves(graph.nodes))
     graph.rename()
     graph.why = {node.out: _why(node, emb) for node in graph.nodes}
     return Plan(traced, made, None)

@@ -16,6 +16,7 @@ from .fuse.rows import fuse, prepare
 from .graph import Graph, Value
 from .join.rules import join
 from .norms import split_norms
+from .order import forward_moves
 from .rounding import round_where_made
 from .schedule import schedule
 from .trace import trace
@@ -70,7 +71,7 @@ def sampling_plan(
     graph.check()
     for node in graph.nodes:
         node.tf32 = tf32
-    made = schedule(graph)
+    made = schedule(graph, forward_moves(graph.nodes))
     graph.nodes = made.nodes
     graph.rename()
     return Plan(traced, made, None)

@@ -1,13 +1,11 @@
-"""The schedule of a plan: its nodes in their order (`order`), on streams, with the lives of values
-(`streams`), and the peak memory that follows."""
+"""The schedule of a plan: its nodes in an order that is given (`order`, or `step.order`), on
+streams, with the lives of values (`streams`), and the peak memory that follows."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from .graph import Graph, Node, Value
 from .moves import Move, nodes_of
-from .order import backward_moves, forward_moves
-from .step import order as of_step
 from .streams import alive, let_go, on_streams
 
 
@@ -42,24 +40,16 @@ class Schedule:
 
 def schedule(
     graph: Graph,
-    start: int | None = None,
+    forward: list[Move],
+    backward: Sequence[Move] = (),
     kept: Collection[Value] = (),  # beside the graph's results
-    step: of_step.InStep | None = None,  # None: gradients are tensors of their own
+    placed: Collection[Value] = (),  # as `Schedule` has them
     listens: bool = False,  # somebody wants to know how far backward is
 ) -> Schedule:
-    """The schedule of a graph whose nodes from `start` on are the backward pass."""
-    start = len(graph.nodes) if start is None else start
-    ahead, behind = graph.nodes[:start], graph.nodes[start:]
-    if step is None:
-        forward, order = forward_moves(ahead), backward_moves(behind)
-    else:
-        forward = of_step.forward_moves(ahead, step)
-        order = of_step.backward_moves(behind, step)
-    backward = on_streams(order, listens) if behind else []
-    kept = {*graph.outputs, *kept}
-    let_go([*forward, *backward], kept)
-    placed = () if step is None else set(step.placed)
-    return Schedule(forward, backward, set(fixed_nodes(graph, ahead)), placed)
+    """The schedule of a graph whose nodes these moves launch, in this order."""
+    backward = on_streams(backward, listens) if backward else []
+    let_go([*forward, *backward], {*graph.outputs, *kept})
+    return Schedule(forward, backward, set(fixed_nodes(graph, nodes_of(forward))), placed)
 
 
 def fixed_nodes(graph: Graph, forward: Sequence[Node]) -> dict[Node, None]:

@@ -27,7 +27,7 @@ from ..rounding import round_where_made
 from ..schedule import Schedule, schedule
 from ..trace import trace
 from .memory import keep_less, write_over
-from .order import InStep
+from .order import InStep, backward_moves, forward_moves
 
 _PRODUCTS = (  # whose weights are read as `FlatParameters.low` has them
     "conv", "conv_fused", "linear", "conv_down", "conv_dx", "linear_dx", "conv_down_dx",
@@ -121,8 +121,9 @@ def step_plan(
     behind = [node for node in graph.nodes if node not in forward]
     write_over(behind, set(placed))
     graph.nodes = [*ahead, *behind]
-    order = InStep(x[..., 0].numel(), parts, names, placed, ends, urgent)
-    made = schedule(graph, len(ahead), kept, order, listens)
+    step = InStep(x[..., 0].numel(), parts, names, placed, ends, urgent)
+    moves = forward_moves(ahead, step), backward_moves(behind, step)
+    made = schedule(graph, *moves, kept, set(placed), listens)
     graph.rename()
     graph.constants = {value: c.to(x.device) for value, c in graph.constants.items()}
     tokens = tuple(tokens)
