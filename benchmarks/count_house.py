@@ -1,6 +1,7 @@
 """What one has to know of the kernels, counted: of this tree, or of commits.
 
     python -m benchmarks.count_house [COMMIT ...]
+    python -m benchmarks.count_house list=thresholds        where each of them is, and what it says
 
     kernels      functions under `triton.jit` or `gluon.jit` whose names end in `_kernel`
     choices      functions outside of kernels that say whether one can or should run: they return
@@ -52,19 +53,27 @@ def count(files: Iterator[tuple[str, str]]) -> dict[str, int]:
         elif path.startswith("triton_kernels/"):
             found["files"] += 1
             found["lines"] += lines
-            for name, number in _in(ast.parse(text)).items():
-                found[name] += number
+            for name, nodes in _in(ast.parse(text)).items():
+                found[name] += len(nodes)
     return found
 
 
-def _in(module: ast.Module) -> dict[str, int]:
+def places(files: Iterator[tuple[str, str]], name: str) -> Iterator[str]:
+    """file:line: text of all kernels, choices or thresholds."""
+    for path, text in files:
+        if path.startswith("triton_kernels/") and "/reference/" not in path:
+            lines = text.splitlines()
+            for node in _in(ast.parse(text))[name]:
+                yield f"{path}:{node.lineno}: {lines[node.lineno - 1]}"
+
+
+def _in(module: ast.Module) -> dict[str, list[ast.stmt]]:
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
     kernels = [f for f in functions if _is_jit(f)]
-    constants = (node for node in module.body if isinstance(node, ast.Assign))
     return {
-        "kernels": sum(f.name.endswith("_kernel") for f in kernels),
-        "choices": sum(f not in kernels and _chooses(f) for f in functions),
-        "thresholds": sum(_is_threshold(node) for node in constants),
+        "kernels": [f for f in kernels if f.name.endswith("_kernel")],
+        "choices": [f for f in functions if f not in kernels and _chooses(f)],
+        "thresholds": [s for s in module.body if isinstance(s, ast.Assign) and _is_threshold(s)],
     }
 
 
@@ -106,6 +115,9 @@ def _git(*words: str) -> str:
 
 def main() -> None:
     commits = sys.argv[1:]
+    if commits and commits[0].startswith("list="):
+        print(*places(sources(None), commits[0].removeprefix("list=")), sep="\n")
+        return
     columns = {"now": count(sources(None))} if not commits else {}
     columns |= {commit: count(sources(commit)) for commit in commits}
     print("|" + "|".join(["", *columns]) + "|\n|---|" + "---:|" * len(columns))

@@ -1,6 +1,6 @@
 """What `benchmarks.count_house` counts."""
 
-from benchmarks.count_house import count
+from benchmarks.count_house import count, places
 
 KERNELS = """
 import triton
@@ -53,3 +53,11 @@ def test_what_is_counted():
         "tests": 3,
         "cases": 1,
     }
+
+
+def test_thresholds_are_listed_where_they_are():
+    files = [("triton_kernels/conv/a.py", KERNELS), ("tests/kernels/test_a.py", KERNELS)]
+    assert list(places(iter(files), "thresholds")) == [
+        "triton_kernels/conv/a.py:3: _LEAST, _MOST = 4, 2**6",
+        'triton_kernels/conv/a.py:4: _SHAPES = {"few": (1, 2)}',
+    ]
