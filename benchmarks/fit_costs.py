@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import sweep_norms
-from benchmarks.sweep_configs import OF_ATTENTION, OPS
+from benchmarks.sweep_configs import OPS
 from triton_kernels.registry import cost
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.spec import (
@@ -67,7 +67,7 @@ def read(paths: Sequence[str], former: Device) -> Layers:
             if kernel is None or kernel.work is None:
                 continue
             kind = NormSpec if op in sweep_norms.OPS.values() else ConvSpec
-            kind = AttentionSpec if op in OF_ATTENTION.values() else kind
+            kind = AttentionSpec if op in (OPS["attention"], OPS["attention_grad"]) else kind
             kind = WeightGradsSpec if op is OPS["weight_grads"] else kind
             spec = _spec(kind, row["spec"])
             gpu = Device(**row["gpu"]) if "gpu" in row else former

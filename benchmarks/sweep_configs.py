@@ -14,7 +14,7 @@ layers of models that people train.
            tf32,fp32            weight gradients in these types
            split_tf32,split_fp32
     layers=mixed,small,exact,wide,pointwise,odd,narrow   of forward, both gradients, tf32 and fp32:
-                        which of `LAYERS`
+                        which of `sweep_layers.LAYERS`
 
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
 with all of its configurations, and lines are written as they are found: a run that its time cuts
@@ -28,7 +28,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from torch import Tensor
 from benchmarks import harness, precompile, sweep_norms
 from benchmarks.cold import Cold
 from benchmarks.harness import drawn, drawn_filters
+from benchmarks.sweep_layers import LAYERS, OF_32_BITS, OF_FEW, specs
 from triton_kernels.attention import attention_fwd
 from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD
 from triton_kernels.attention.launch import attention_bwd
@@ -79,228 +80,10 @@ DEFAULTS = {
     "layers": ("mixed", "small", "wide", "pointwise", "odd", "narrow"),
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
-OF_FEW = {"split": CONV_SPLIT, "few": CONV_FEW}
-OF_FEW |= {f"split_{dtype}": CONV_SPLIT for dtype in ("tf32", "fp32")}
-OF_ATTENTION = {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
-OF_32_BITS = {"tf32": WEIGHT_GRAD, "fp32": WEIGHT_GRAD}
-OPS |= (
-    {"skip_dx": SKIP_DX, "weight_grads": WEIGHT_GRADS}
-    | OF_FEW
-    | OF_ATTENTION
-    | OF_32_BITS
-    | sweep_norms.OPS
-)
-
-# (rows and columns, channels of x and of y, side of the filter, batches)
-LAYERS = {
-    "mixed": (
-        (64, 64, 64, 3, (8, 32, 128)),  # unet64
-        (32, 128, 128, 3, (8, 32, 128)),
-        (32, 256, 128, 3, (32,)),
-        (16, 192, 192, 3, (8, 64)),
-        (8, 256, 256, 3, (16, 128)),
-        (8, 512, 256, 3, (64,)),
-        (16, 192, 576, 1, (32,)),
-        (64, 192, 192, 3, (4, 16)),  # ADM of ImageNet 64
-        (32, 384, 384, 3, (16, 64)),
-        (16, 576, 576, 3, (8, 32)),
-        (8, 768, 768, 3, (32,)),
-        (32, 384, 1152, 1, (16,)),
-        (16, 1152, 576, 1, (32,)),
-        (32, 256, 256, 3, (32, 128)),  # DDPM++ of CIFAR-10
-        (16, 256, 256, 3, (16, 128)),
-        (8, 512, 512, 3, (8, 256)),
-        (16, 256, 768, 1, (64,)),
-        (64, 320, 320, 3, (4, 16)),  # latents
-        (32, 640, 640, 3, (8,)),
-        (16, 1280, 1280, 3, (8,)),
-        (64, 640, 320, 1, (4,)),
-        (48, 96, 96, 3, (16,)),  # channels and images that are no powers of two
-        (24, 448, 224, 3, (16,)),
-        (12, 320, 640, 3, (32,)),
-    ),
-    "small": (  # networks of few channels
-        (64, 16, 16, 3, (32,)),
-        (64, 32, 32, 3, (32,)),
-        (32, 40, 40, 3, (8, 64)),
-        (32, 24, 24, 3, (32,)),
-        (32, 80, 80, 3, (16,)),
-        (16, 80, 40, 3, (64,)),
-        (16, 160, 160, 3, (32,)),
-        (64, 48, 48, 3, (16,)),
-    ),
-    "exact": (  # also products of few rows, and a stem
-        (1, 256, 1024, 1, (8, 64, 128)),
-        (1, 1024, 256, 1, (512,)),
-        (8, 256, 256, 1, (1, 4, 32)),
-        (16, 192, 576, 1, (4, 32)),
-        (8, 256, 256, 3, (8, 64)),
-        (16, 192, 192, 3, (8, 32)),
-        (32, 128, 128, 3, (4, 32)),
-        (64, 64, 64, 3, (8,)),
-        (64, 3, 64, 3, (1, 8)),
-    ),
-    "wide": (
-        (64, 192, 192, 3, (32,)),  # ADM of ImageNet 64
-        (64, 384, 192, 3, (32,)),
-        (32, 384, 384, 3, (32,)),
-        (32, 768, 384, 3, (32,)),
-        (16, 1152, 576, 3, (32,)),
-        (16, 768, 768, 3, (32,)),
-        (8, 1536, 768, 3, (32,)),
-        (32, 320, 320, 3, (32,)),  # latents
-        (16, 640, 640, 3, (32,)),
-        (8, 1280, 1280, 3, (32,)),
-    ),
-    "pointwise": (
-        (64, 384, 192, 1, (32,)),  # ADM of ImageNet 64
-        (32, 384, 384, 1, (32,)),
-        (32, 384, 1152, 1, (32,)),
-        (16, 576, 576, 1, (32,)),
-        (16, 576, 1728, 1, (32,)),
-        (8, 768, 768, 1, (32,)),
-        (8, 768, 2304, 1, (32,)),
-        (32, 320, 960, 1, (32,)),  # latents
-        (16, 640, 640, 1, (32,)),
-        (8, 1280, 3840, 1, (32,)),
-    ),
-    "odd": (
-        (24, 192, 192, 3, (64,)),
-        (12, 288, 288, 3, (64,)),
-        (12, 288, 864, 1, (64,)),
-        (40, 160, 160, 3, (32,)),
-        (20, 320, 320, 3, (32,)),
-        (10, 640, 640, 3, (32,)),
-    ),
-    "narrow": (  # images, and what is made of them, in padded channels
-        (64, 16, 64, 3, (32, 128)),
-        (64, 64, 16, 3, (32, 128)),
-    ),
-}
-# (rows and columns, channels of both halves of x, of y, whether the first is upsampled, batches)
-LAYERS_OF_SKIPS = (
-    (64, 64, 64, 64, False, (16, 128)),
-    (64, 128, 64, 64, True, (16, 128)),
-    (32, 128, 64, 128, False, (32, 128)),
-    (32, 192, 128, 128, True, (32, 128)),
-    (16, 192, 192, 192, False, (32, 128)),
-    (16, 256, 192, 192, True, (32, 128)),
-    (8, 256, 192, 256, False, (32, 128)),
-    (32, 384, 384, 384, False, (16,)),
-    (64, 192, 192, 192, False, (32,)),  # ADM of ImageNet 64
-    (32, 384, 384, 384, False, (32,)),
-    (32, 576, 384, 384, False, (32,)),
-    (16, 576, 576, 576, False, (32,)),
-    (8, 768, 768, 768, False, (32,)),
-    (32, 320, 320, 320, False, (32,)),  # latents
-    (32, 640, 320, 320, True, (32,)),
-    (16, 640, 640, 640, False, (32,)),
-    (8, 1280, 1280, 1280, False, (32,)),
-    (4, 1280, 1280, 1280, False, (32,)),
-    (32, 256, 256, 256, False, (64,)),  # DDPM++ of CIFAR-10
-    (16, 256, 256, 256, False, (64,)),
-    (48, 96, 96, 96, False, (32,)),  # channels and images that are no powers of two
-    (20, 320, 320, 320, False, (64,)),
-)
-# the same, of one image; every third, and 1x1 filters, also of four; those of 16 too
-LAYERS_OF_FEW = (
-    (32, 320, 320, 3),  # latents
-    (32, 640, 320, 3),
-    (32, 960, 320, 3),
-    (32, 320, 320, 1),
-    (16, 320, 640, 3),
-    (16, 640, 640, 3),
-    (16, 1280, 640, 3),
-    (16, 1920, 640, 3),
-    (16, 640, 640, 1),
-    (16, 640, 1920, 1),
-    (8, 640, 1280, 3),
-    (8, 1280, 1280, 3),
-    (8, 2560, 1280, 3),
-    (8, 1280, 1280, 1),
-    (8, 1280, 3840, 1),
-    (4, 1280, 1280, 3),
-    (4, 2560, 1280, 3),
-    (4, 1280, 1280, 1),
-    (64, 64, 64, 3),  # unet64
-    (64, 128, 64, 3),
-    (32, 128, 128, 3),
-    (32, 256, 128, 3),
-    (16, 192, 192, 3),
-    (16, 384, 192, 3),
-    (16, 192, 576, 1),
-    (16, 192, 192, 1),
-    (8, 256, 256, 3),
-    (8, 512, 256, 3),
-    (8, 256, 768, 1),
-    (8, 256, 256, 1),
-    (64, 192, 192, 3),  # ADM of ImageNet 64
-    (32, 384, 384, 3),
-    (32, 768, 384, 3),
-    (32, 384, 384, 1),
-    (16, 576, 576, 3),
-    (16, 1152, 576, 3),
-    (8, 768, 768, 3),
-    (8, 1536, 768, 3),
-    (32, 256, 256, 3),  # DDPM++ of CIFAR-10
-    (16, 256, 256, 3),
-    (16, 512, 256, 3),
-    (16, 256, 768, 1),
-    (4, 256, 256, 3),
-    (32, 64, 64, 3),
-    (64, 64, 128, 1),
-    (32, 128, 384, 1),
-    (16, 448, 448, 3),  # channels and images that are no powers of two
-    (12, 320, 640, 3),
-    (24, 448, 224, 3),
-    (8, 896, 448, 3),
-)
-
-
-# (heads of all samples, positions, channels of a head)
-LAYERS_OF_ATTENTION = (
-    (768, 256, 32),  # unet64
-    (192, 256, 32),
-    (1024, 64, 32),
-    (256, 64, 32),
-    (6, 256, 32),
-    (256, 256, 64),  # ADM of ImageNet 64, latents
-    (256, 64, 64),
-    (192, 1024, 64),
-    (24, 1024, 64),
-    (64, 256, 128),
-    (96, 1024, 128),
-    (64, 1024, 32),
-    (16, 4096, 32),
-    (16, 4096, 64),
-    (8, 4096, 128),
-)
-
-
-# (rows and columns, channels, batches) of layers with attention, and whose weight gradients of 1x1
-# filters are computed together: those of attention, of skips, and of both
-LAYERS_OF_GROUPS = (
-    (16, 192, (8, 32, 128)),  # unet64
-    (8, 256, (32, 128)),
-    (64, 64, (8, 32)),
-    (32, 128, (8, 64)),
-    (32, 384, (8, 32)),  # ADM of ImageNet 64
-    (16, 576, (8, 32)),
-    (8, 768, (32, 64)),
-    (16, 256, (32, 128)),  # DDPM++ of CIFAR-10
-    (32, 320, (8, 32)),  # latents
-    (16, 640, (32,)),
-    (8, 1280, (32,)),
-    (20, 448, (16, 64)),  # channels and images that are no powers of two
-)
-# output channels and input channels, in the layer's
-_GROUPS_OF = (
-    ((3, 1), (1, 1)),
-    ((3, 1), (1, 1), (3, 1), (1, 1)),
-    ((1, 2), (1, 1), (3, 1)),
-    ((1, 2), (1, 1.5)),
-)
-
+OPS |= {name: CONV_FEW if name == "few" else CONV_SPLIT for name in OF_FEW}
+OPS |= {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
+OPS |= dict.fromkeys(OF_32_BITS, WEIGHT_GRAD)
+OPS |= {"skip_dx": SKIP_DX, "weight_grads": WEIGHT_GRADS} | sweep_norms.OPS
 
 # Tiles of attention that no chip lists yet: those that are fastest somewhere are to be tested, and
 # listed in `attention.tiles`. More sums a thread spill registers by the hundred bytes
@@ -332,61 +115,11 @@ UNLISTED = {
 MOST_SUMS = 192
 
 
-def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, Spec]]:
-    """What is timed, in an order that is random and always the same."""
-    found = []
-    for side, ci, co, r, batches in (layer for name in layers for layer in LAYERS[name]):
-        for n in batches:
-            given = {"n": n, "dtype": "bf16", "h": side, "w": side, "r": r, "s": r}
-            of_filters = {"filters": (co, ci)}
-            forward = ConvSpec(k=ci, c=co, stats=True, **given, **of_filters)
-            grad = ConvSpec(k=co, c=ci, first=ci, activation="silu", **given, **of_filters)
-            sizes = {"p": side, "q": side, "padding": (r // 2, r // 2)}
-            weight = ConvSpec(k=ci, c=co, **given, **of_filters, **sizes)
-            named = {"forward": forward, "input_grad": grad, "weight_grad": weight}
-            named |= {dtype: replace(weight, dtype=dtype) for dtype in OF_32_BITS}
-            found += [(name, named[name]) for name in passes if name in named]
-    for side, c1, c2, co, upsampled, batches in LAYERS_OF_SKIPS if "skip_dx" in passes else ():
-        given = {"dtype": "bf16", "h": side, "w": side, "r": 1, "s": 1, "upsampled": upsampled}
-        found += [("skip_dx", ConvSpec(n=n, k=co, c=c1 + c2, first=c1, **given)) for n in batches]
-    for side, c, batches in LAYERS_OF_GROUPS if "weight_grads" in passes else ():
-        for n in batches:
-            found += [("weight_grads", _group(n, side, c, each)) for each in _GROUPS_OF]
-    for i, (side, ci, co, r) in enumerate(LAYERS_OF_FEW):
-        for n in (1, 4, 16)[: 3 if r == 1 else 1 + (i % 3 == 0)]:
-            given = {"n": n, "h": side, "w": side, "r": r, "s": r}
-            for name in OF_FEW:
-                given |= {"dtype": name.partition("_")[2] or "bf16", "stats": name == "few"}
-                spec = ConvSpec(k=ci, c=co, filters=(co, ci), **given)
-                found += [(name, spec)] if name in passes else []
-    found += [
-        (name, spec)
-        for name in sweep_norms.OPS
-        for spec in sweep_norms.specs(name)
-        if name in passes
-    ]
-    for name in OF_ATTENTION:
-        grad = name == "attention_grad"
-        for n, t, d in LAYERS_OF_ATTENTION if name in passes else ():
-            found.append((name, AttentionSpec(n, "bf16", t, d, grad=grad)))
-    random.Random(0).shuffle(found)
-    return found
-
-
-def _group(n: int, side: int, c: int, each: Sequence[tuple[float, float]]) -> WeightGradsSpec:
-    """Of blocks of 64 channels."""
-    sizes = [[64 * max(1, round(times * c / 64)) for times in layer] for layer in each]
-    given = {"n": n, "dtype": "bf16", "h": side, "w": side, "r": 1, "s": 1}
-    given |= {"p": side, "q": side, "padding": (0, 0)}
-    convs = (ConvSpec(k=ci, c=co, filters=(co, ci), **given) for co, ci in sizes)
-    return WeightGradsSpec(n, "bf16", tuple(convs))
-
-
 def candidates(op: Op, spec: Spec, gpu: Device) -> list[tuple[str, tuple]]:
     """Every configuration; of weight gradients each tile in its best number of parts, and some in
     others."""
     found = [(kernel.name, config) for kernel, config in listed(op, spec, gpu, untimed=True)]
-    if op in OF_ATTENTION.values():
+    if op in (ATTENTION, ATTENTION_GRAD):
         tiles = UNLISTED[op.name] + (BWD_CONFIGS if spec.grad else FWD_CONFIGS)
         room = [c for c in tiles if fits(c, spec, gpu) and sums(c, spec) <= MOST_SUMS]
         return list(dict.fromkeys(found + [("tiles", c) for c in room]))
@@ -399,9 +132,9 @@ def candidates(op: Op, spec: Spec, gpu: Device) -> list[tuple[str, tuple]]:
 
 def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor]:
     """What computes it with a configuration, on random numbers."""
-    if op in OF_ATTENTION.values():
+    if op in (ATTENTION, ATTENTION_GRAD):
         return _attention_runner(spec, device)
-    if op in OF_FEW.values():
+    if op in (CONV_FEW, CONV_SPLIT):
         return Cold(op, spec, device)
     if isinstance(spec, NormSpec):
         return sweep_norms.runner(op, spec, device)

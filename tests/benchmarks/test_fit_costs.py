@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from benchmarks import fit_costs, sweep_configs, sweep_norms
+from benchmarks import fit_costs, sweep_configs, sweep_layers, sweep_norms
 from triton_kernels.attention.tiles import BwdConfig, Tile
 from triton_kernels.registry import choose, cost
 from triton_kernels.registry.chips import CHIPS
@@ -30,15 +30,15 @@ def test_parameters_are_found_again():
 )
 def test_left_out_layers_are_chosen_for(name, gpu, tmp_path, monkeypatch):
     """Times that follow the model are fitted exactly: of each layer left out the best is found."""
-    layers = sweep_configs.LAYERS["mixed"]
+    layers = sweep_layers.LAYERS["mixed"]
     some = [*layers[:14], *(layer for layer in layers[14:] if layer[3] == 1)]
-    monkeypatch.setitem(sweep_configs.LAYERS, "mixed", some)
-    monkeypatch.setattr(sweep_configs, "LAYERS_OF_GROUPS", sweep_configs.LAYERS_OF_GROUPS[:2])
+    monkeypatch.setitem(sweep_layers.LAYERS, "mixed", some)
+    monkeypatch.setattr(sweep_layers, "LAYERS_OF_GROUPS", sweep_layers.LAYERS_OF_GROUPS[:2])
     known = {}
     path = tmp_path / "sweep.jsonl"
     op = sweep_configs.OPS[name]
     with path.open("w") as out:
-        for _, spec in sweep_configs.specs((name,), ("mixed",)):
+        for _, spec in sweep_layers.specs((name,), ("mixed",)):
             for kernel, config in sweep_configs.candidates(op, spec, gpu):
                 row = op.kernel(kernel)
                 if row.work is None:
@@ -76,9 +76,9 @@ def test_attention_has_costs_where_products_are_mma_sync():
 
 def test_the_sweep_has_every_pass_and_kernel():
     """Layers in an order that is the same for the processes that compile and the one that times."""
-    every = tuple(sweep_configs.OPS), tuple(sweep_configs.LAYERS)
-    jobs = sweep_configs.specs(*every)
-    assert jobs == sweep_configs.specs(*every) and len(jobs) > 180
+    every = tuple(sweep_configs.OPS), tuple(sweep_layers.LAYERS)
+    jobs = sweep_layers.specs(*every)
+    assert jobs == sweep_layers.specs(*every) and len(jobs) > 180
     kernels = {
         kernel
         for name, spec in jobs
@@ -97,8 +97,8 @@ def test_a_file_keeps_what_is_not_fitted(tmp_path):
 def test_norms_are_timed_beyond_what_is_known_to_pay():
     """Each kernel of every norm that it can compute, even where `untimed` leaves it out."""
     names = tuple(sweep_norms.OPS)
-    jobs = sweep_configs.specs(names, ())
-    assert jobs == sweep_configs.specs(names, ()) and {name for name, _ in jobs} == set(names)
+    jobs = sweep_layers.specs(names, ())
+    assert jobs == sweep_layers.specs(names, ()) and {name for name, _ in jobs} == set(names)
     beyond = set()
     for name, spec in jobs:
         op = sweep_configs.OPS[name]
