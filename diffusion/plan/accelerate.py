@@ -46,6 +46,11 @@ class Accelerated(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"{type(module).__name__} is no torch.nn.Module, which a plan is of")
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            name = type(module).__name__
+            raise PlanError(
+                f"{name} goes around the accelerated module: {name}(accelerate(module))"
+            )
         self._launch = launch
         self._plans: dict[tuple, list[Plan]] = {}  # which differ in what the module read of itself
         self._apart: set[tuple] = set()  # of calls whose numbers cannot be tensors

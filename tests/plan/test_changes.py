@@ -428,6 +428,34 @@ def test_torch_compile_around_compiles_no_planning(nets):
     assert torch._dynamo.utils.counters["frames"]["total"] < 10
 
 
+def test_what_a_module_has_compiled_is_planned_as_it_was_written():
+    """A function of its forward, a part, and the whole; no recording is compiled."""
+    halve = torch.compile(lambda y: F.gelu(y[:, :2]) * y[:, 2:], backend="eager")
+    net = Does(lambda net, y, w: net.last(halve(net.more(y))))
+    net.more, net.last = nn.Conv2d(3, 4, 1), torch.compile(nn.Conv2d(2, 3, 1), backend="eager")
+    x = torch.randn(2, 3, 4, 4)
+    for module in (net, torch.compile(net, backend="eager")):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        y = accelerate(module)(x, None)
+        assert not torch._dynamo.utils.counters["frames"]
+        torch.testing.assert_close(y, net(x, None))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        nn.DataParallel,
+        lambda net: nn.parallel.DistributedDataParallel.__new__(
+            nn.parallel.DistributedDataParallel
+        ),
+    ],
+)
+def test_what_hands_a_call_on_goes_around_the_accelerated_module(around):
+    with pytest.raises(PlanError, match="Parallel.*around the accelerated module"):
+        accelerate(around(nn.Conv2d(3, 3, 1)))
+
+
 class OfTheBatch(nn.Module):
     """Batch norms and a spectral norm in training, one of them twice, and a count of calls."""
 

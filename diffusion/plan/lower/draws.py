@@ -1,7 +1,8 @@
 """Draws of PyTorch's generator, besides dropout: noise, timesteps, labels that are dropped.
 
 Each is a node, which draws anew in every call, in the order in which the module draws. So a plan
-has the module's numbers where it starts from the same state of the generator and has no dropout.
+has the module's numbers where it starts from the same state of the generator, has no dropout and
+draws nothing like a tensor in channels_last: the module fills that in another order.
 It draws on the device of its images, also what a module draws on the host and moves there.
 """
 

@@ -48,7 +48,7 @@ def record(
     ValueError and TypeError are the module's own.
     """
     # a module that is compiled may be planned in its first call
-    run = torch._disable_dynamo(_record) if "torch._dynamo" in sys.modules else _record
+    run = _uncompiled if "torch._dynamo" in sys.modules else _record
     call, by_device, before = (module, args, kwargs, forward or module), casts(), states()
     try:
         found = run(*call, by_device)
@@ -57,6 +57,13 @@ def record(
         found = run(*call, by_device)
     # this thread may have drawn, or another
     return found if states() == before else run(*call, by_device, draws=False)
+
+
+@torch._disable_dynamo
+def _uncompiled(*args: Any, **kwargs: Any) -> Recording:
+    """`_record`, in which what the module has compiled runs as it was written."""
+    with torch.compiler.set_stance("force_eager"):
+        return _record(*args, **kwargs)
 
 
 def _record(
