@@ -19,6 +19,7 @@ from diffusion.runtime.backend import TORCH_FP32, Backend
 from diffusion.sampling.guidance import guide
 from triton_kernels import fused_ops as fused
 from triton_kernels import reference
+from triton_kernels.conv.plain import pointer_split
 from triton_kernels.conv.plain import small_batch as conv_early
 from triton_kernels.conv.plain import split_k as conv_split
 from triton_kernels.reference import fused as fused_reference
@@ -183,10 +184,16 @@ def test_the_kernels_themselves(dim, device, monkeypatch):
     ids=["", "18 channels"],
 )
 @pytest.mark.parametrize("tma", [True, False], ids=["", "no TMA unit"])
-def test_other_kernels_themselves(options, tma, device, request):
-    """In float16, of any number of channels, with and without a TMA unit."""
+def test_other_kernels_themselves(options, tma, device, request, monkeypatch):
+    """In float16, of any number of channels, with and without a TMA unit; small convolutions in
+    parts."""
     if not tma:
         request.getfixturevalue("no_tma")
+    split, through_pointers = pointer_split.split, []
+    monkeypatch.setattr(
+        pointer_split, "split", lambda *given: through_pointers.append(split(*given))
+    )
+    pointers = not tma or "model_channels" in options  # TMA addresses channels by 8
     options = {"channel_mult": (1, 2), "attention_resolutions": (2,)} | options
     model = make(options, (4, 6)).to(device).eval()
     x, t = torch.randn(1, 4, 6, 3, device=device), torch.tensor([300], device=device)
@@ -197,6 +204,7 @@ def test_other_kernels_themselves(options, tma, device, request):
     set_backend(model, Backend("triton", triton_kernels, torch.float16))
     y = InferenceUNet(model, fused)(x, t)
     assert (y - exact).norm() <= 2 * (low - exact).norm()
+    assert bool(through_pointers) == pointers
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on the CPU, in Triton's interpreter")

@@ -10,9 +10,13 @@ from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import one_row
 from triton_kernels.conv.plain import small_batch as conv_early
 from triton_kernels.conv.plain import split_k as conv_split
+from triton_kernels.conv.plain.parts import count_steps
+from triton_kernels.conv.plain.pointer_split import PointerParts
 from triton_kernels.conv.plain.small_batch import EarlyConfig
 from triton_kernels.conv.plain.split_k import CONV_SPLIT, SplitConfig
 from triton_kernels.reference import fused as fused_reference
+from triton_kernels.registry.chips import CHIPS
+from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.device import describe
 from triton_kernels.tf32 import rounded_to_tf32
@@ -28,6 +32,8 @@ from .small_batch import (  # noqa: F401  a fixture and a mark for every test he
     pytestmark,
     randn,
 )
+
+AMPERE, ADA = CHIPS["a100"].gpu, CHIPS["rtx4090"].gpu
 
 CONVS = {  # N, H, W, CI, CO, R, S, channels of the extra 1x1 convolutions, parts
     "one image": (1, 8, 8, 64, 48, 3, 3, (), 4),
@@ -77,6 +83,44 @@ def test_conv_split(case, precision, tensor_cores_cut_off, device):  # noqa: F81
     assert parts.dtype == torch.float32 and parts.shape[0] == splits
     check_split(parts, seen, precision)
     assert all(part.abs().sum() > 0 for part in parts)
+
+
+POINTER_CONVS = CONVS | {  # any number of channels
+    "20 channels": (2, 5, 7, 20, 36, 3, 3, (12,), 3),
+    "odd channels": (1, 4, 4, 9, 7, 3, 3, (5, 3), 3),
+    "blocks that divide": (1, 8, 8, 64, 64, 3, 3, (32,), 4),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp16", "tf32"])
+@pytest.mark.parametrize("case", POINTER_CONVS.values(), ids=POINTER_CONVS)
+def test_conv_split_through_pointers(case, precision, tensor_cores_cut_off, device):  # noqa: F811
+    (x, weight, extra), seen, splits = split_case(case, precision, device)
+    config = PointerParts(64, 64, 32, 4, 3, splits)
+    parts = conv_split.conv_split(x, weight, extra=extra, config=config)
+    assert parts.dtype == torch.float32 and parts.shape[0] == splits
+    check_split(parts, seen, precision)
+    assert all(part.abs().sum() > 0 for part in parts)
+
+
+def test_parts_through_pointers_are_for_what_tma_cannot_fetch():
+    """Every configuration has work for each part, and fits into shared memory."""
+    kernel = CONV_SPLIT.kernel("pointer_parts")
+    spec = ConvSpec(1, "bf16", 8, 8, 256, 256)
+    assert "TMA" in CONV_SPLIT.cannot(kernel, spec, HOPPER)
+    odd = dataclasses.replace(spec, k=100)
+    for gpu, its in ((AMPERE, spec), (ADA, spec), (AMPERE, odd), (HOPPER, odd)):
+        assert CONV_SPLIT.why_apart(its, gpu) is None
+        assert select(CONV_SPLIT, its, gpu).kernel is kernel
+        for config in kernel.configs(its, gpu):
+            steps = count_steps(config.block_k, its)
+            each = -(-steps // config.parts)
+            assert (config.parts - 1) * each < steps <= config.parts * each
+            assert 0 < kernel.predict(its, gpu, config) < 100
+    wide = dataclasses.replace(spec, dtype="fp32")
+    assert "TF32" in CONV_SPLIT.cannot(kernel, wide, AMPERE)
+    halved = dataclasses.replace(spec, p=4, q=4, stride=2)
+    assert "stride" in CONV_SPLIT.cannot(kernel, halved, AMPERE)
 
 
 HALVED = {  # N, H, W, CI, CO, R, S, extras, parts; padding
@@ -134,7 +178,7 @@ def test_every_candidate_has_work_for_each_part(case, precision, device):
     others = [other for other, _ in extra]
     spec = forward_spec(x, weight, extra=others, allow_tf32=precision == "tf32")
     for config in CONV_SPLIT.kernel("split_k").configs(spec, describe(device)):
-        steps = conv_split._steps(config.block_k, spec)
+        steps = count_steps(config.block_k, spec)
         each = -(-steps // config.parts)
         assert (config.parts - 1) * each < steps <= config.parts * each
 
@@ -240,6 +284,25 @@ def test_every_configuration(case, precision, device):
     for config in CONV_SPLIT.kernel("split_k").configs(spec, describe(device)):
         for _ in range(3):
             parts = conv_split.conv_split(x, weight, **options, config=config)
+            assert parts.shape[0] == config.parts
+            check_split(parts, seen, precision)
+
+
+POINTER_SHAPES = SHAPES | {
+    "7x7, twice a concat": (1, 7, 7, 896, 448, 3, 3, (448,)),
+    "100 channels": (2, 8, 8, 100, 200, 3, 3, (60,)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "tf32"])
+@pytest.mark.parametrize("case", POINTER_SHAPES.values(), ids=POINTER_SHAPES)
+def test_every_configuration_through_pointers(case, precision, device):
+    (x, weight, extra), seen, _ = split_case((*case, 1), precision, device)
+    spec = conv_split.split_spec(x, weight, extra)
+    for config in CONV_SPLIT.kernel("pointer_parts").configs(spec, AMPERE):
+        for _ in range(3):
+            parts = conv_split.conv_split(x, weight, extra=extra, config=config)
             assert parts.shape[0] == config.parts
             check_split(parts, seen, precision)
 

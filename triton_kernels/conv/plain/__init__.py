@@ -6,7 +6,7 @@
     weight grads   tma_wgrad, tma_stride   gather_wgrad, pointer_wgrad   pointwise_wgrad,
                                                                          im2col_wgrad
     a skip's dx    tma_skip_dx             pointer_skip_dx
-    few images     split_k                 small_batch
+    few images     split_k, small_batch    pointer_split
 
 Kernels by TMA share `products`, those through pointers `pointer_products`.
 """

@@ -166,6 +166,79 @@ def conv_pointer_forward_kernel(
         )  # fmt: skip
 
 
+# --- forward, in parts ----------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["N", "P", "Q", "steps"])
+def conv_pointer_split_kernel(
+    x_ptr,  # [N, P, Q, K]
+    w_ptr,  # [C, R * S, K]
+    extra1_ptr,  # [N, P, Q, C1] or None
+    extra1_w_ptr,  # [C, C1] or None
+    extra2_ptr,  # a second such pair, or None
+    extra2_w_ptr,
+    parts_ptr,  # float32 [parts, N, C, P * Q]
+    N,
+    P,
+    Q,
+    K,  # in units, as those of the other kernels
+    C,
+    C1,
+    C2,
+    stride_w,
+    stride_w1,
+    stride_w2,
+    steps,  # of a part
+    R: tl.constexpr,
+    S: tl.constexpr,
+    EXACT: tl.constexpr,
+    UNIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    K *= UNIT
+    C *= UNIT
+    stride_w *= UNIT
+    part = tl.program_id(1)
+    start = part * steps
+    end = start + steps
+    total = R * S * tl.cdiv(K, BLOCK_K)
+    accs, n0, h0, w0, c0, at, pixels, inside, bits = convolve(
+        x_ptr, w_ptr, K, K, C, C, stride_w, N, P, Q, R, S, False, 1, EXACT, PRECISION,
+        TILE_N, TILE_H, TILE_W, BLOCK_C, BLOCK_K, start, tl.minimum(end, total),
+    )  # fmt: skip
+    own = inside.to(tl.int32)
+    if extra1_ptr is not None:
+        C1 *= UNIT
+        stride_w1 *= UNIT
+        blocks = tl.cdiv(C1, BLOCK_K)
+        accs = multiply(
+            accs, extra1_ptr + at * C1, extra1_w_ptr, pixels, own, c0, C1, C1, C, C, stride_w1, Q,
+            1, 1, False, 1, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
+            tl.maximum(start - total, 0), tl.minimum(end - total, blocks),
+        )  # fmt: skip
+        total += blocks
+    if extra2_ptr is not None:
+        C2 *= UNIT
+        stride_w2 *= UNIT
+        accs = multiply(
+            accs, extra2_ptr + at * C2, extra2_w_ptr, pixels, own, c0, C2, C2, C, C, stride_w2, Q,
+            1, 1, False, 1, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
+            tl.maximum(start - total, 0), tl.minimum(end - total, tl.cdiv(C2, BLOCK_K)),
+        )  # fmt: skip
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    m = tl.arange(0, TILE_N * PIXELS)
+    place = (h0 + m % PIXELS // TILE_W) * Q + w0 + m % TILE_W
+    image = (part * N + n0 + m // PIXELS).to(tl.int64) * (C * P * Q)
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    places = (image + place)[:, None] + offs_c[None, :] * (P * Q)
+    tl.store(parts_ptr + places, accs[0], mask=inside[:, None] & (offs_c < C)[None, :])
+
+
 # --- input gradient -------------------------------------------------------------------------------
 
 

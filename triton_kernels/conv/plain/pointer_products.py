@@ -90,6 +90,8 @@ def multiply(
     PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    first=0,  # of the steps of one row,
+    last=None,  # and the one behind them; None: all
 ):
     """The convolution, or its input gradient, added to the accumulators."""
     TAPS: tl.constexpr = R * S
@@ -108,7 +110,7 @@ def multiply(
         to_k = 1
     if ROWS == 1:
         acc = accs[0]
-        for step in range(TAPS * tl.cdiv(KX, BLOCK_K)):
+        for step in range(first, TAPS * tl.cdiv(KX, BLOCK_K) if last is None else last):
             tap = step % TAPS
             k0 = step // TAPS * BLOCK_K
             mask_k = k0 + offs_k < KX
@@ -177,6 +179,8 @@ def convolve(
     TILE_W: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    first=0,  # as those of `multiply`
+    last=None,
 ):
     """The accumulators of this program's tile; its first image, row, column and channel, and its
     first pixel's place; and its pixels, as `tile_pixels` has them."""
@@ -190,6 +194,6 @@ def convolve(
     accs = multiply(
         zero_sums(ROWS, TILE_N * TILE_H * TILE_W, BLOCK_C), x_ptr + at * KX, w_ptr, pixels, bits,
         c0, K, KX, C, CY, stride_w, Q, R, S, TRANSPOSED, ROWS, EXACT, False, PRECISION,
-        BLOCK_C, BLOCK_K,
+        BLOCK_C, BLOCK_K, first, last,
     )  # fmt: skip
     return accs, n0, h0, w0, c0, at, pixels, inside, bits

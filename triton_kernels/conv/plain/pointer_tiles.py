@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import triton
 
-from ...registry.cost import Work, resident
+from ...registry.cost import AMPERE, Work, microseconds, name, parameters, resident
 from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -142,10 +142,22 @@ def is_shared(num_warps: int, shared: int, gpu: Device) -> bool:
 
 
 def cost(spec: ConvSpec, gpu: Device, c: PointerTile) -> float:
-    """Microseconds, of numbers of 32 bits, by a crude model in clocks: a multiprocessor's programs
-    multiply (1024 multiply-adds a clock) or fetch (24 bytes a clock) one after the other; filling
-    the pipeline and the epilogue are hidden by the programs that fit beside."""
-    todo = work(spec, gpu, c)
+    """Microseconds, of numbers of 32 bits, whose times nobody has fitted."""
+    return _in_clocks(work(spec, gpu, c), gpu, c)
+
+
+def predicted(todo: Work, spec: ConvSpec, gpu: Device, c: PointerTile) -> float:
+    """Microseconds of programs that do other work than `work` says, as the kernel `pointer` has
+    them: by what was fitted on this architecture, or to the code of sm_80."""
+    key = name("pointer", FITTED_BY, spec, c)
+    fitted = parameters(gpu.arch).get(key) or parameters(AMPERE).get(key)
+    return _in_clocks(todo, gpu, c) if fitted is None else microseconds(fitted, todo, gpu)
+
+
+def _in_clocks(todo: Work, gpu: Device, c: PointerTile) -> float:
+    """Microseconds by a crude model in clocks: a multiprocessor's programs multiply (1024
+    multiply-adds a clock) or fetch (24 bytes a clock) one after the other; filling the pipeline and
+    the epilogue are hidden by the programs that fit beside."""
     rounds = max(1, triton.cdiv(todo.tiles, gpu.num_sms))
     alone = 1500 + todo.written / c.num_warps
     step = max(todo.products / 1024, todo.fetched / 24)

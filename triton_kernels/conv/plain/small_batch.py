@@ -31,12 +31,12 @@ from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.layout import row_stride
 from ..fused_spec import forward_spec
+from .parts import MOST_PARTS
 from .small_batch_kernels import conv_early_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _DEEPEST = 512  # terms of a product: 64 registers of a thread for filters, 64 for pixels
-MOST_PARTS = 16  # that the norm behind adds up
 _MAX_PIXELS = 1024  # of all images; with more a loop over tiles is faster
 _LARGE = 4096  # pixels of images whose programs take 64 of them, for fewer partial sums,
 _LONG = 1024  # unless their sums are of more terms than this

@@ -31,9 +31,12 @@ from ...runtime.device import Device, describe
 from ...tf32 import as_operand
 from ..fused_spec import forward_spec
 from ..hopper import one_row
+from . import pointer_split
 from .fused_launch import columns_in_boxes
+from .parts import LEAST_STEPS, count_steps, cut, part_bytes
+from .pointer_split import PointerParts
 from .products import multiply, tile_origin, whole_sum
-from .small_batch import MOST_PARTS, refuse_split, split_early, split_work, untimed_split
+from .small_batch import refuse_split, split_early, split_work, untimed_split
 from .tma_boxes import (
     by_parity,
     count_boxes,
@@ -91,7 +94,6 @@ _SUMS = 4096  # of a tile of float32 that is not rounded: a thread has each of t
 _TIMES = {"tf32": 2, "fp32": 6}  # as long a product takes on tensor cores as one of 16 bits
 _MAX_PIXELS = 1024  # of an image: the norm behind it holds a group of all of them
 _FITTED_BY = ("block_c", "block_m", "block_k")
-_STEPS = 4  # at least so many products a part: fewer are not worth the adding
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,7 @@ def conv_split(
     stride: int = 1,  # 2: of even H and W, of which P and Q are half; without `extra`
     padding: int | None = None,  # above and left of the image; None: R // 2; below as P and Q need
     allow_tf32: bool = True,  # of float32
-    config: RowParts | EarlyParts | SplitConfig | None = None,
+    config: RowParts | EarlyParts | SplitConfig | PointerParts | None = None,
 ) -> Tensor:  # float32 [S, N, CO, P * Q]
     """The parts of conv(x), of square filters, and 1x1 convolutions of others."""
     n, h, w, ci = x.shape
@@ -242,13 +244,16 @@ def conv_split(
     if isinstance(config, RowParts):
         one_row.launch_parts(x, weight, parts)
         return parts
+    if isinstance(config, PointerParts):
+        pointer_split.split(config, x, weight, extra, spec, parts)
+        return parts
     box, precision = pixel_box(config.block_m, n, p, q), precision_of(x.dtype, allow_tf32)
     pairs = []
     for other, w1x1 in extra:
         assert other.is_contiguous() and w1x1.shape == (co, other.shape[3])
         filters = columns_in_boxes(w1x1, [config.block_c, config.block_k], precision == "ieee")
         pairs += [pixels_in_boxes(other, box, config.block_k), filters]
-    steps = triton.cdiv(_steps(config.block_k, spec), config.parts)
+    steps = triton.cdiv(count_steps(config.block_k, spec), config.parts)
     grid = (count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c), config.parts)
     _conv_split_kernel[grid](
         pixels_in_boxes(by_parity(x) if stride == 2 else x, box, config.block_k),
@@ -278,11 +283,6 @@ def split_spec(
     return forward_spec(x, weight, extra=others, allow_tf32=allow_tf32, **halved)
 
 
-def _steps(block_k: int, spec: ConvSpec) -> int:
-    main, *extra = (triton.cdiv(c, block_k) for c in (spec.k, *spec.extra))
-    return spec.taps * main + sum(extra)
-
-
 def _tiles(spec: ConvSpec, gpu: Device) -> list[tuple[int, ...]]:
     """Of those that fit. Many pixels are those of one image: of two the largest takes four times
     as long."""
@@ -304,26 +304,9 @@ def _tiles(spec: ConvSpec, gpu: Device) -> list[tuple[int, ...]]:
     ]
 
 
-def _whole(steps: int, splits: int) -> int:
-    """As many parts as have anything to do."""
-    return triton.cdiv(steps, triton.cdiv(steps, splits))
-
-
 def _configs(spec: ConvSpec, gpu: Device) -> list[SplitConfig]:
-    """Every tile in as many parts as keep two of a multiprocessor's three programs busy, in more
-    and in fewer."""
-    tiles, found = _tiles(spec, gpu), []
-    block_c, block_m, block_k, *_ = tiles[0]
-    programs = _programs(spec, block_c, block_m)
-    steps = _steps(block_k, spec)
-    wanted = min(2 * gpu.num_sms // max(programs, 1), steps // _STEPS, MOST_PARTS)
-    wanted = _whole(steps, max(wanted, 1))
-    for tile in tiles:
-        steps = _steps(tile[2], spec)
-        for factor in (1, 2, 0.5):
-            splits = min(max(int(wanted * factor), 1), MOST_PARTS, steps)
-            found.append(SplitConfig(*tile, _whole(steps, splits)))
-    return list(dict.fromkeys(found))
+    found = cut(_tiles(spec, gpu), spec, gpu, lambda tile: _programs(spec, *tile[:2]))
+    return list(dict.fromkeys(SplitConfig(*c) for c in found))
 
 
 def _programs(spec: ConvSpec, block_c: int, block_m: int) -> int:
@@ -334,7 +317,7 @@ def _programs(spec: ConvSpec, block_c: int, block_m: int) -> int:
 
 def _work(spec: ConvSpec, gpu: Device, c: SplitConfig) -> Work:
     """What its programs do, and of the launch behind them the reading of the parts."""
-    steps = triton.cdiv(_steps(c.block_k, spec), c.parts)
+    steps = triton.cdiv(count_steps(c.block_k, spec), c.parts)
     fetched = (c.block_c + c.block_m) * c.block_k * spec.itemsize  # in a step
     return Work(
         tiles=_programs(spec, c.block_c, c.block_m) * c.parts,
@@ -344,7 +327,7 @@ def _work(spec: ConvSpec, gpu: Device, c: SplitConfig) -> Work:
         steps=steps,
         written=c.block_c * c.block_m,
         memory=spec.bytes,
-        parts=4 * c.parts * spec.n * math.prod(spec.size) * spec.c,
+        parts=part_bytes(c.parts, spec),
         splits=c.parts,
     )
 
@@ -403,7 +386,7 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
     if (pixels := math.prod(spec.size)) > _MAX_PIXELS:
         return f"the norm behind it reads {pixels} pixels; at most {_MAX_PIXELS}"
     steps = spec.taps * triton.cdiv(spec.k, block_k)
-    return f"{steps} products are no long chain" if steps < 2 * _STEPS else None
+    return f"{steps} products are no long chain" if steps < 2 * LEAST_STEPS else None
 
 
 CONV_SPLIT = Op(
@@ -438,6 +421,7 @@ CONV_SPLIT = Op(
             fitted_by=_FITTED_BY,
             borrows=HOPPER,
         ),
+        pointer_split.KERNEL,
     ),
     similar=False,
     apart=_apart,
