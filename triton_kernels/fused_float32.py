@@ -22,6 +22,8 @@ PRODUCTS = (  # of these every product is as told
     "conv_weight_grads",
     "cross_attention_backward",
     "cross_attention_forward",
+    "linear_attention_backward",
+    "linear_attention_forward",
     "linear_grads",
     "skip_backward",
     "skip_dx",

@@ -29,6 +29,7 @@ from .attention import attention_bwd_rows
 from .attention import attention_fwd as attention_forward
 from .attention import cross_attention_bwd as cross_attention_backward
 from .attention import cross_attention_fwd as cross_attention_forward
+from .attention.linear import linear_attention_backward, linear_attention_forward
 from .attention.projected import PROJECTED, projected_attention
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from .conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync

@@ -90,6 +90,7 @@ def _others() -> Iterator[Callable[[], None]]:
     yield _cross_attention
     yield _long_attention
     yield _channel_norms
+    yield _linear_attention
     network = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1}
     network |= {"attention_resolutions": [2], "num_head_channels": 16}
     for options in (
@@ -130,6 +131,21 @@ def _long_attention() -> None:
         o, lse = triton_kernels.fused_ops.attention_forward(qkv, heads, order)
         place = torch.empty if t % 256 else None
         attention_bwd_rows(torch.empty_like(o), qkv, o, lse, heads, order, False, place)
+
+
+def _linear_attention() -> None:
+    """As denoising-diffusion-pytorch has it, with its memory, and of wide heads."""
+    ops = triton_kernels.fused_ops
+    for n, t, heads, d, memory, dtype in (
+        (32, 4096, 4, 32, 4, torch.bfloat16),
+        (16, 1024, 4, 64, 0, torch.float16),
+        (16, 1000, 8, 64, 0, torch.float32),
+    ):
+        q, k, v = torch.empty(n, t, 3, heads, d, dtype=dtype).unbind(2)
+        kept = tuple(torch.empty(2, memory, heads, d)) if memory else None
+        o, context, lse = ops.linear_attention_forward(q, k, v, kept, 1.0)
+        made = context, lse, tuple(torch.empty(n, t, 3, heads, d, dtype=dtype).unbind(2))
+        ops.linear_attention_backward(torch.empty_like(o), q, k, v, kept, 1.0, *made)
 
 
 def _channel_norms() -> None:

@@ -9,8 +9,8 @@ This is what `fused` means: a test holds each kernel against it, and on it the p
     coeff      [N, 3, C]     (p, q, r): dx = p dz + q x + r
 
 `conv`, `upsampled`, `norms`, `skip`, `resample`, `sums`, `inputs` and `attention` are what training
-and sampling are made of; `parts`, `one_launch_norms` and `conv_and_norm` are of sampling alone, and
-`channel_norm` is of other people's networks.
+and sampling are made of; `parts`, `one_launch_norms` and `conv_and_norm` are of sampling alone,
+`channel_norm` and `linear_attention` of other people's networks.
 """
 # ruff: noqa: F401  (a plan finds these names here)
 
@@ -42,6 +42,7 @@ from .conv_and_norm import (
 )
 from .inputs import begin_step, pad_channels, sinusoids
 from .joined import OPS, SMALL_NORM
+from .linear_attention import linear_attention_backward, linear_attention_forward
 from .norms import (
     activation_grad,
     apply,
