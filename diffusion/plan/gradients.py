@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .graph import Value, numbered
-from .ops import PARTS
+from .ops import MEMORY, PARTS
 
 GRADIENTS: dict[str, Callable] = {}
 
@@ -102,6 +102,19 @@ def _attention(d, node, dy):
     node.outputs["state"] = state
     inputs = {"dy": dy, "o": node.out, "state": state, **node.inputs}
     d.send_each("attention_grad", inputs, parts, **node.attrs)
+
+
+@gradient("linear_attention")
+def _linear_attention(d, node, dy):
+    parts = {r: node.inputs[r] for r in (*PARTS, *MEMORY) if r in node.inputs}
+    if not any(value in d.needed for value in parts.values()):
+        return
+    n, heads, width = node.out.shape[0], node.attrs["heads"], node.out.shape[-1]
+    each, exact = width // heads, node.out.exact
+    node.outputs["context"] = d.graph.value("context", (n, heads, each, each), exact)
+    node.outputs["lse"] = d.graph.value("lse", (n, heads, each), exact)
+    kept = {role: node.outputs[role] for role in ("context", "lse")}
+    d.send_each("linear_attention_grad", {**node.inputs, **kept, "dy": dy}, parts, **node.attrs)
 
 
 # --- between layers -------------------------------------------------------------------------------

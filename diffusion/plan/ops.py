@@ -8,6 +8,7 @@ FORWARD = {
     "channel_norm": "act((factor norm(x) weight + bias) (1 + scale) + shift), over the last axis",
     "act": "activation(x)",
     "attention": "softmax(q k^T scale) v of each head, of `PARTS`, over keys of a mask; its state",
+    "linear_attention": "scale softmax(q) (softmax(k)^T v), q over channels, k over positions",
     "cat": "x0, x1, ... side by side along an axis",
     "add": "a + b, where b may have length 1 along axes of a",
     "mul": "a b, likewise",
@@ -43,6 +44,7 @@ BACKWARD = {
     "channel_norm_grad": "the gradients of what channel_norm reads, that of x + add; rows of it",
     "act_grad": "dy act'(x)",
     "attention_grad": "the gradients of the parts of attention",
+    "linear_attention_grad": "the gradients of the parts and of the memory of linear_attention",
     "sum_pool": "sums over blocks of `window` pixels",
     "sum": "sums over axes, of which each stays with length 1 or not",
     "embedding_grad": "rows of dy added up by index",
@@ -104,6 +106,8 @@ STAGED = {
 # what attention is of: qkv [N, ..., 3C]; or q [N, ..., C] and kv [N, ..., 2C], or k and v, of as
 # many positions or of others
 PARTS = ("qkv", "q", "kv", "k", "v")
+# of linear attention, in front of the positions of the image: keys and values of all samples [M, C]
+MEMORY = ("memory_k", "memory_v")
 WEIGHT_GRADS = ("conv_dw", "linear_dw")
 FREE = ("reshape", "columns", "detach")  # which make no memory
 OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED | STAGED

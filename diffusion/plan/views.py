@@ -87,6 +87,11 @@ class View:
         return View(self.value, dims, self.offset + start * stride)
 
 
+def turned(x: View) -> View:
+    """With its last two dimensions the other way round."""
+    return View(x.value, (*x.dims[:-2], x.dims[-1], x.dims[-2]), x.offset)
+
+
 def length(dim: Dim) -> int:
     return math.prod(n for n, _ in dim)
 

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..graph import Node, many
-from ..ops import PARTS, WEIGHT_GRADS
+from ..ops import MEMORY, PARTS, WEIGHT_GRADS
 from .pytorch import leaf
 from .table import (
     Inputs,
@@ -252,3 +252,48 @@ def _attention_grad_by_autograd(node: Node, given: Inputs) -> dict[str, Tensor]:
     grads = torch.autograd.grad(o, list(leaves.values()), given["dy"])
     made = dict(zip(leaves, grads, strict=True))
     return made | ({"rows": made["qkv"].flatten(1, -2).sum(1)} if "qkv" in made else {})
+
+
+# --- linear attention -----------------------------------------------------------------------------
+
+
+def _images(given: Inputs, node: Node) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [N, T, heads, d], as they lie."""
+    heads = node.attrs["heads"]
+    if "qkv" not in given:
+        return tuple(given[role].flatten(1, -2).unflatten(-1, (heads, -1)) for role in "qkv")
+    qkv = given["qkv"].flatten(1, -2)
+    if node.attrs["order"] == "qkv_heads":
+        return qkv.unflatten(-1, (3, heads, -1)).unbind(2)
+    return qkv.unflatten(-1, (heads, 3, -1)).unbind(3)
+
+
+def _memory(given: Inputs, heads: int) -> tuple[Tensor, Tensor] | None:
+    """Keys and values [M, heads, d], if there are any."""
+    if MEMORY[0] not in given:
+        return None
+    return tuple(given[role].unflatten(-1, (heads, -1)) for role in MEMORY)
+
+
+@launches("linear_attention")
+def _linear_attention(run, node, given):
+    a = node.attrs
+    memory = _memory(given, a["heads"])
+    tensors = *_images(given, node), memory, a["scale"]
+    o, context, lse = run.of(node).linear_attention_forward(*tensors)
+    return {"y": o.reshape(node.out.shape), "context": context, "lse": lse}
+
+
+@launches("linear_attention_grad")
+def _linear_attention_grad(run, node, given):
+    a = node.attrs
+    images, memory = _images(given, node), _memory(given, a["heads"])
+    made = {role: torch.empty_like(given[role]) for role in PARTS if role in given}
+    grads = _images(Inputs(made), node)
+    dy = given["dy"].contiguous().reshape(images[0].shape)
+    kept = given["context"], given["lse"]
+    backward = run.of(node).linear_attention_backward
+    of_memory = backward(dy, *images, memory, a["scale"], *kept, grads)
+    if of_memory is None:
+        return made
+    return made | dict(zip(MEMORY, (x.flatten(1) for x in of_memory), strict=True))

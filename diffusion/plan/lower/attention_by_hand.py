@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from ..graph import Node, Value
-from ..views import View, merged
+from ..views import View, merged, turned
 from .arithmetic import arithmetic
 from .layers import attention, product_of_layer
+from .linear_attention import linear_attention
 from .table import Lowering, lowers
 
 _ATEN = torch.ops.aten
@@ -56,6 +57,9 @@ def _of_two(low: Lowering, a: View, b: View) -> View:
         y = _attention(low, p, v, ahead) if a.shape[:-2] == b.shape[:-2] else None
         if y is not None:
             return y
+    y = linear_attention(low, a, b)
+    if y is not None:
+        return y
     a, b = (View(low.cast(x.value, low.meta.dtype), x.dims, x.offset) for x in (a, b))
     y = arithmetic(low, a, b)
     low.products[y.value] = a, b, 1
@@ -72,7 +76,7 @@ def _attention(low: Lowering, p: View, v: View, ahead: bool) -> View | None:
     if scores is None or not 0 < scores.scale < math.inf:
         return None
     # [B, T, S] of p v, [B, S, T] of v p
-    p, v = (p, v) if ahead else (_turned(p), _turned(v))
+    p, v = (p, v) if ahead else (turned(p), turned(v))
     t, s, count = scores.q.shape[-2], scores.k.shape[-2], math.prod(p.shape[:-2])
     dims = ((s, 1), (t, s)) if scores.keys_last else ((s, t), (t, 1))
     expected = ((count, t * s), dims[1], dims[0])
@@ -93,7 +97,7 @@ def _attention(low: Lowering, p: View, v: View, ahead: bool) -> View | None:
     y = y.reshape((*p.shape[:-2], t, v.shape[-1]))
     if y is None:
         return None
-    return y if ahead else _turned(y)
+    return y if ahead else turned(y)
 
 
 def _scores(low: Lowering, softmax: Value, producers: dict[Value, Node]) -> _Scores | None:
@@ -114,9 +118,9 @@ def _scores(low: Lowering, softmax: Value, producers: dict[Value, Node]) -> _Sco
     m, n = a.shape[-2], b.shape[-1]
     scale *= alpha
     if (size, behind) == (n, 1):
-        return _Scores(*_scaled(a, _turned(b), scale, producers), value.dtype, True)
+        return _Scores(*_scaled(a, turned(b), scale, producers), value.dtype, True)
     if (size, behind) == (m, n):
-        return _Scores(*_scaled(_turned(b), a, scale, producers), value.dtype, False)
+        return _Scores(*_scaled(turned(b), a, scale, producers), value.dtype, False)
     return None
 
 
@@ -168,11 +172,6 @@ def _narrow(low: Lowering, x: View, producers: dict[Value, Node]) -> View:
     node = producers.get(x.value)
     cast = node is not None and node.op == "cast" and node.inputs["x"].dtype == low.meta.dtype
     return View(node.inputs["x"], x.dims, x.offset) if cast else x
-
-
-def _turned(x: View) -> View:
-    """With its last two dimensions the other way round."""
-    return View(x.value, (*x.dims[:-2], x.dims[-1], x.dims[-2]), x.offset)
 
 
 def _by_heads(parts: list[View]) -> list[View] | None:

@@ -138,7 +138,7 @@ def attention(low, q, k, v, mask=None, *, scale=None, is_causal=False, enable_gq
     c, keys = heads * d, k.shape[2]
     scale = d**-0.5 if scale is None else scale
     attrs = {"heads": heads, "scale": scale}
-    order = _packed((q, k, v)) if mask is None else None
+    order = packed((q, k, v)) if mask is None else None
     if order is not None:
         value = _with_positions(low, q.value)
         inputs = {"qkv": value}
@@ -163,7 +163,7 @@ def _with_positions(low: Lowering, value: Value) -> Value:
 def _keys_and_values(low: Lowering, q: Value, k: View, v: View) -> dict[str, Value]:
     """Side by side as they are, or else two values; of as many positions as queries, in the same
     shape."""
-    if _packed((k, v)) == "qkv_heads":
+    if packed((k, v)) == "qkv_heads":
         return {"kv": _with_positions(low, k.value)}
     parts = [_with_positions(low, low.views.rows(_joined(view))) for view in (k, v)]
     shape = q.shape if parts[0].numel == q.numel else parts[0].shape
@@ -191,7 +191,7 @@ def _joined(view: View) -> View:
     return joined
 
 
-def _packed(parts: tuple[View, ...]) -> str | None:
+def packed(parts: tuple[View, ...]) -> str | None:
     """How q, k and v, or k and v, lie side by side in one value [N, ..., 3C] or [N, ..., 2C], or
     None if they do not."""
     first = parts[0]
