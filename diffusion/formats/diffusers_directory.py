@@ -3,7 +3,7 @@ r"""Directories of diffusers: UNet2DModel and its scheduler, read and written.
     DIR/model_index.json                             class of the pipeline and of its parts
     DIR/unet/config.json                             options of UNet2DModel
     DIR/unet/diffusion_pytorch_model.safetensors     and other forms, see `diffusers_files`
-    DIR/scheduler/scheduler_config.json              the process
+    DIR/scheduler/scheduler_config.json              the process, see `diffusers_schedulers`
 
 or the first or last of these left out. An option that a file does not say has diffusers' default.
 The network is the same but for names and packing, and three things are said in other words:
@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,10 +31,17 @@ from ..errors import ConfigError
 from ..factory import Process
 from ..models.blocks import AttentionBlock
 from ..models.unet import MOST_BLOCKS, UNet
-from ..process.schedule import NoiseSchedule
 from ..settings import shown
-from .diffusers_files import WEIGHTS, read_json, read_weights, scheduler_folder, unet_folder
+from .diffusers_files import (
+    WEIGHTS,
+    check_texts,
+    read_json,
+    read_weights,
+    scheduler_folder,
+    unet_folder,
+)
 from .diffusers_names import from_diffusers_state, resamples_by_constants, to_diffusers_state
+from .diffusers_schedulers import read_process, scheduler_config
 
 _PERIOD = 10000  # of UNet2DModel's sinusoids
 
@@ -56,58 +62,6 @@ _DEFAULTS = {  # of the options that have to fit each other
     "block_out_channels": (224, 448, 672, 896),
     "down_block_types": ("DownBlock2D", *["AttnDownBlock2D"] * 3),
     "up_block_types": (*["AttnUpBlock2D"] * 3, "UpBlock2D"),
-}
-_USUAL = {"beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
-_LEADING, _LINSPACE = {"timestep_spacing": "leading"}, {"timestep_spacing": "linspace"}
-_FLOWS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
-_SCHEDULERS = {  # what they take for what their configuration does not say
-    **dict.fromkeys(
-        (
-            *("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMParallelScheduler"),
-            *("DDIMInverseScheduler", "PNDMScheduler"),
-        ),
-        _USUAL | _LEADING,
-    ),
-    **dict.fromkeys(
-        (
-            *("DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler"),
-            *("UniPCMultistepScheduler", "DEISMultistepScheduler", "SASolverScheduler"),
-            *("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "LMSDiscreteScheduler"),
-        ),
-        _USUAL | _LINSPACE,
-    ),
-    **dict.fromkeys(
-        ("HeunDiscreteScheduler", "KDPM2DiscreteScheduler", "KDPM2AncestralDiscreteScheduler"),
-        _USUAL | _LINSPACE | {"beta_start": 0.00085, "beta_end": 0.012},
-    ),
-    **dict.fromkeys(_FLOWS, _LINSPACE),
-}
-_BETWEEN_ENDS = {
-    "linear": NoiseSchedule.linear,
-    "scaled_linear": NoiseSchedule.scaled_linear,
-    "sigmoid": NoiseSchedule.sigmoid,
-}
-_CLIPPING = ("DDPMScheduler", "DDPMParallelScheduler", "DDIMScheduler", "DDIMParallelScheduler")
-_SAMPLING = {  # options of schedulers, with the value that every sampler here has
-    "thresholding": False,
-    "steps_offset": 0,
-    "set_alpha_to_one": True,
-    "algorithm_type": "dpmsolver++",
-    "solver_order": 2,
-    "solver_type": "midpoint",
-    "lower_order_final": True,
-    "final_sigmas_type": "zero",
-    "use_karras_sigmas": False,
-    "use_exponential_sigmas": False,
-    "use_beta_sigmas": False,
-    "use_lu_lambdas": False,
-    "use_flow_sigmas": False,
-    "stochastic_sampling": False,
-}
-_VARIANCES = {  # by diffusers' names; None is of schedulers that draw no noise
-    **{name: name for name in ("fixed_small", "fixed_large", "learned_range")},
-    "fixed_small_log": "fixed_small",
-    None: "fixed_small",
 }
 _BLOCKS = {  # a block's attention, and how it resamples; None: as the configuration says
     "DownBlock2D": (False, "conv"),
@@ -176,7 +130,7 @@ def read_diffusers(
     process, clip, spacing, remarks = None, 1.0, None, ()
     scheduler = scheduler_folder(folder) / "scheduler_config.json"
     if scheduler.is_file():
-        process, clip, spacing, remarks = _read_process(scheduler)
+        process, clip, spacing, remarks = read_process(scheduler)
     return DiffusersModel(
         settings,
         None if size is None else parse_size(size),
@@ -248,7 +202,7 @@ def _settings_of(config: dict[str, Any], where: Path) -> dict[str, Any]:
 
 def _check_types(config: dict[str, Any], path: Path) -> None:
     """ConfigError unless numbers are numbers, and there is a block a level on either way."""
-    _check_texts(config, ("downsample_type", "upsample_type"), path)
+    check_texts(config, ("downsample_type", "upsample_type"), path)
     classes = config.get("num_class_embeds")
     if classes is not None and type(classes) is not int:
         raise ConfigError(
@@ -286,13 +240,6 @@ def _check_types(config: dict[str, Any], path: Path) -> None:
             )
 
 
-def _check_texts(config: dict[str, Any], options: tuple[str, ...], path: Path) -> None:
-    for option in options:
-        value = config.get(option)
-        if value is not None and not isinstance(value, str):
-            raise ConfigError(f"{path} has {option}={shown(value)}; expected a name")
-
-
 def _read_blocks(
     config: dict[str, Any], down: list[str], up: list[str], where: Path
 ) -> tuple[list[bool], str]:
@@ -323,105 +270,6 @@ def _multiplier(width: int, base: int) -> float:
     """The m with int(m base) = width."""
     multiplier = width / base
     return multiplier if int(multiplier * base) == width else math.nextafter(multiplier, math.inf)
-
-
-def _read_process(path: Path) -> tuple[Process, float | None, str, tuple[str, ...]]:
-    """(process, limit of x_0, spacing, remarks) of a scheduler's configuration."""
-    config = read_json(path)
-    return *process_of(config, path), *sampling_of(config, path)
-
-
-def sampling_of(config: dict[str, Any], path: Path) -> tuple[str, tuple[str, ...]]:
-    """(spacing, remarks on what no sampler does here) of the options of a scheduler. ConfigError,
-    which names `path`: there is no such spacing."""
-    config = _with_defaults(config)
-    remarks = tuple(
-        f"{option}={shown(config[option])}"
-        for option, here in _SAMPLING.items()
-        if config.get(option, here) != here
-    )
-    spacing = config["timestep_spacing"]
-    if spacing not in ("leading", "trailing", "linspace"):
-        raise ConfigError(
-            f"{path} has timestep_spacing={spacing}; choose one of leading, trailing, linspace"
-        )
-    return spacing, remarks
-
-
-def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """A scheduler's options; those that are not given or null are its class's."""
-    named = config.get("_class_name", "DDPMScheduler")
-    defaults = _SCHEDULERS.get(named, _SCHEDULERS["DDPMScheduler"])
-    return defaults | {name: value for name, value in config.items() if value is not None}
-
-
-def process_of(config: dict[str, Any], path: Path) -> tuple[Process, float | None]:
-    """(process, limit of x_0) of the options of a scheduler, whichever of those over betas.
-    ConfigError, which names `path`: there is no such process here."""
-    _check_texts(config, ("_class_name", "beta_schedule", "variance_type"), path)
-    name = config.get("_class_name", "DDPMScheduler")
-    if name in _FLOWS:
-        return _flow_of(config, path), None  # which clips nothing
-    if "beta_schedule" not in config and name not in _SCHEDULERS:
-        raise ConfigError(f"{path} is a {name}, which has no betas")
-    config = _with_defaults(config)
-    if config.get("rescale_betas_zero_snr"):
-        raise ConfigError(f"{path} has rescale_betas_zero_snr=true: its last step has no signal")
-    old = "epsilon" if config.get("predict_epsilon", True) else "sample"
-    variance = config.get("variance_type", "fixed_small")
-    if variance not in _VARIANCES:
-        raise ConfigError(
-            f"{path} has variance_type={variance}; choose one of"
-            f" {', '.join(filter(None, _VARIANCES))}"
-        )
-    process = Process(prediction=config.get("prediction_type", old), variance=_VARIANCES[variance])
-    process.schedule = _read_betas(config, path)
-    clips = config.get("clip_sample", name in _CLIPPING)  # others do not clip by themselves
-    return process, config.get("clip_sample_range", 1.0) if clips else None
-
-
-def _flow_of(config: dict[str, Any], path: Path) -> Process:
-    for option in ("use_dynamic_shifting", "shift_terminal", "invert_sigmas"):
-        if config.get(option):
-            raise ConfigError(
-                f"{path} has {option}={shown(config[option])}, which no flow here has; expected a"
-                " shift alone"
-            )
-    total, shift = config.get("num_train_timesteps", 1000), config.get("shift", 1.0)
-    if type(total) is not int or total < 2 or type(shift) not in (int, float):
-        raise ConfigError(
-            f"{path} has num_train_timesteps={total} and shift={shown(shift)}; expected a whole"
-            " number of at least 2, and a number"
-        )
-    return Process(schedule="flow", prediction="velocity", num_timesteps=total, shift=shift)
-
-
-def _read_betas(config: dict[str, Any], path: Path) -> NoiseSchedule:
-    kind, ends = config["beta_schedule"], (config["beta_start"], config["beta_end"])
-    total = config.get("num_train_timesteps", 1000)
-    if type(total) is not int or total < 1:
-        raise ConfigError(
-            f"{path} has num_train_timesteps={total}; expected a whole number of at least 1"
-        )
-    try:
-        start, end = map(float, ends)
-        trained = config.get("trained_betas")
-        trained = None if trained is None else np.asarray(trained, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"{path} has beta_start={ends[0]}, beta_end={ends[1]} and"
-            f" trained_betas={config.get('trained_betas')}; expected numbers"
-        ) from None
-    if trained is not None:
-        return NoiseSchedule(trained)
-    if kind == "squaredcos_cap_v2":
-        return NoiseSchedule.cosine(total)
-    if kind in _BETWEEN_ENDS:
-        return _BETWEEN_ENDS[kind](total, start, end)
-    raise ConfigError(
-        f"{path} has beta_schedule={kind}; choose one of linear, scaled_linear,"
-        " squaredcos_cap_v2, sigmoid"
-    )
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -532,37 +380,3 @@ def _head_channels(model: UNet) -> int | None:
         f"num_heads={model.num_heads}, num_heads_upsample={model.num_heads_upsample} gives heads"
         f" of {', '.join(map(str, sorted(sizes)))} channels; UNet2DModel has one attention_head_dim"
     )
-
-
-def scheduler_config(process: Process) -> dict[str, Any]:
-    """The options of the DDPMScheduler that is this process, or of a flow those of the
-    FlowMatchEulerDiscreteScheduler. Betas that have no name there are written out. ConfigError:
-    there is none."""
-    if process.is_flow:
-        return {
-            "_class_name": "FlowMatchEulerDiscreteScheduler",
-            "num_train_timesteps": process.schedule.num_train_timesteps,
-            "shift": process.schedule.shift,
-        }
-    schedule, total = process.schedule, process.schedule.num_timesteps
-    if process.sigma_data != 1 or not np.array_equal(schedule.timestep_map, np.arange(total)):
-        raise ConfigError(
-            "a DDPMScheduler has no sigma_data and tells whole timesteps: diffusion=edm cannot be"
-            " written as a directory of diffusers"
-        )
-    betas: dict[str, Any] = {"trained_betas": schedule.betas.tolist()}
-    ends = float(schedule.betas[0]), float(schedule.betas[-1])
-    if np.array_equal(schedule.betas, NoiseSchedule.cosine(total).betas):
-        betas = {"beta_schedule": "squaredcos_cap_v2"}
-    elif np.array_equal(schedule.betas, NoiseSchedule.linear(total, *ends).betas):
-        betas = {"beta_schedule": "linear", "beta_start": ends[0], "beta_end": ends[1]}
-    return {
-        "_class_name": "DDPMScheduler",
-        "num_train_timesteps": total,
-        **betas,
-        "prediction_type": process.prediction,
-        "variance_type": process.variance,
-        "clip_sample": True,
-        "clip_sample_range": 1.0,
-        "timestep_spacing": "leading",
-    }

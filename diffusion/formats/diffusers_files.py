@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..settings import shown
 
 WEIGHTS = "diffusion_pytorch_model"
 _KINDS = ("safetensors", "bin")
@@ -110,3 +111,11 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not isinstance(tensors, dict) or not all(isinstance(x, Tensor) for x in tensors.values()):
         raise ConfigError(f"{path} holds no state dict")
     return tensors
+
+
+def check_texts(config: dict[str, Any], options: tuple[str, ...], path: Path) -> None:
+    """ConfigError, which names `path`: one of these options is given and no text."""
+    for option in options:
+        value = config.get(option)
+        if value is not None and not isinstance(value, str):
+            raise ConfigError(f"{path} has {option}={shown(value)}; expected a name")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..data.action_chunks import Normaliser, PolicySpec
 from ..errors import ConfigError
-from .diffusers_directory import process_of, sampling_of
+from .diffusers_schedulers import process_of, sampling_of
 from .stored_policy import StoredPolicy
 
 SUFFIX = ".ckpt"

@@ -10,7 +10,7 @@ from diffusers import EDMDPMSolverMultistepScheduler, EDMEulerScheduler
 
 from diffusion.errors import ConfigError
 from diffusion.factory import Process
-from diffusion.formats.diffusers_directory import scheduler_config
+from diffusion.formats.diffusers_schedulers import scheduler_config
 from diffusion.process.edm import DRAWS, normal_draws
 from diffusion.process.objective import Objective
 from diffusion.process.schedule import make_schedule

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 from diffusion.errors import ConfigError
 from diffusion.factory import Process
-from diffusion.formats.diffusers_directory import read_diffusers, save_diffusers, scheduler_config
+from diffusion.formats.diffusers_directory import read_diffusers, save_diffusers
+from diffusion.formats.diffusers_schedulers import scheduler_config
 from diffusion.formats.trained import load_trained
 from diffusion.models.unet1d import UNet1d
 from diffusion.process.schedule import NoiseSchedule
