@@ -2,7 +2,6 @@
 
 import atexit
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-import yaml
 from torch import nn
 from tqdm import tqdm
 
@@ -34,9 +32,9 @@ from ..runtime.distributed import Processes, choose_device, own_rank
 from ..runtime.host import threads_are_ours, threads_chosen
 from ..runtime.precompile import TRAINED, compiling_ahead, described, prepare
 from ..runtime.startup import START_UP
-from ..settings import NEUTRAL, check_keys, construct, flattened, shown
+from ..settings import construct, shown
 from ..tracking.environment import environment, note_environment
-from ..tracking.run_log import Preview, last_result, log_file, write_whole
+from ..tracking.run_log import Preview, last_result, log_file
 from ..training.build_step import build_step
 from ..training.held_out_loss import HeldOutLoss
 from ..training.image_task import ImageTask
@@ -46,14 +44,22 @@ from ..training.trainer import Trainer, TrainSettings
 from .estimate import long_run
 from .lock import RunLock
 from .resume_point import resume_point, set_newer_aside
+from .training_checks import (
+    check_groups,
+    check_init,
+    check_run_dir,
+    check_share,
+    check_untouched,
+    held_against,
+    is_finished,
+    write_config,
+)
 
 R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
-_GROUPS = ("dataset", "model", "diffusion", "optim", "train", "backend", "device", "run_dir")
 _EVALUATED_AT_ONCE = 64  # held-out samples, unless a micro-batch of training is smaller
-_PLACE = ("run_dir", "train.resume")  # where a run goes on, which is said anyway
 
 
 class Task(Protocol):
@@ -110,7 +116,7 @@ def train(config: dict[str, Any], run_dir: Path, *, sweep: bool = False) -> floa
     sweepers, which minimise it): by default the loss on what is held out, where something is, and
     otherwise that of training. A run that is finished is left as it is: a sweep that was
     interrupted can be begun again. In a `sweep` the processes stay together for the next job."""
-    _check_groups(config)
+    check_groups(config)
     settings = construct(TrainSettings, config["train"], "train")
     lock = RunLock(run_dir)
     try:
@@ -140,16 +146,16 @@ def _train(
         for line in (threads_chosen(), long_run(config, settings, process.learns_variance)):
             if line is not None:
                 tqdm.write(f"note: {line}")
-    _check_run_dir(run_dir)
+    check_run_dir(run_dir)
     if own_rank() == 0 and run_dir.is_dir():
         _take(lock, run_dir)
     resume_from = resume_point(settings.resume, run_dir)
-    start, changes = _held_against(resume_from, config)
-    if _is_finished(resume_from, run_dir, start, settings, changes):
+    start, changes = held_against(resume_from, config)
+    if is_finished(resume_from, run_dir, start, settings, changes):
         return _result_of_finished(run_dir, settings)
     processes = Processes(device)
-    _check_share(settings, processes)
-    _check_init(settings, resume_from)
+    check_share(settings, processes)
+    check_init(settings, resume_from)
     task: Task = make_task(config["dataset"], config["model"])
     if asked == "auto" and config["model"]["num_classes"] is None:
         task.notes.append(
@@ -195,8 +201,8 @@ def _train(
                 if not lock.held:
                     run_dir.mkdir(parents=True, exist_ok=True)
                     _take(lock, run_dir)
-                    _check_untouched(settings.resume, run_dir, resume_from)
-                _write_config(run_dir / "config.yaml", config, start)
+                    check_untouched(settings.resume, run_dir, resume_from)
+                write_config(run_dir / "config.yaml", config, start)
                 stack.enter_context(log_file(run_dir / "train.log"))
             began = (
                 f"resuming from {resume_from} after step {start}"
@@ -417,130 +423,8 @@ def _say(line: str) -> None:
     log.info("%s", line)
 
 
-def _check_groups(config: dict[str, Any]) -> None:
-    check_keys(config, list(_GROUPS), "")
-    for key in _GROUPS:
-        if key not in config:
-            raise ConfigError(f"{key} is missing from the configuration")
-    for group in ("dataset", "model"):
-        _check_named(config[group], group)
-
-
-def _check_named(settings: Any, group: str) -> None:
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{group}={shown(settings)} is wrong; it is a group of settings")
-    if not isinstance(settings.get("name"), str):
-        raise ConfigError(f"{group}.name={shown(settings.get('name'))} is wrong; expected text")
-
-
-def _check_run_dir(run_dir: Path) -> None:
-    nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"run_dir={run_dir}: {nearest} is a file; give a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"run_dir={run_dir}: {nearest} cannot be written to")
-
-
 def _take(lock: RunLock, run_dir: Path) -> None:
     """Be the one process that writes to the folder, and delete what killed ones have left there."""
     with writing(run_dir):
         lock.take()
         clean_up(run_dir / "checkpoints")
-
-
-def _check_untouched(resume: str | None, run_dir: Path, resume_from: Path | None) -> None:
-    """ConfigError if another run has been in the folder between looking and locking."""
-    if resume_point(resume, run_dir) != resume_from:
-        raise ConfigError(f"{run_dir} was trained in by another process just now; try again")
-
-
-def _check_share(settings: TrainSettings, processes: Processes) -> None:
-    _, share = processes.share_of(settings.batch_size)
-    if share % settings.accumulate:
-        raise ConfigError(
-            f"train.batch_size={settings.batch_size} over {processes.count} processes is {share}"
-            f" each, which does not divide into train.accumulate={settings.accumulate}"
-        )
-
-
-def _held_against(
-    checkpoint: Path | None, config: dict[str, Any]
-) -> tuple[int, dict[str, tuple[Any, Any]]]:
-    """The step to go on from, and every setting that the checkpoint was not trained with, as (then,
-    now) by its dotted key. ConfigError if it is of another model."""
-    if checkpoint is None:
-        return 0, {}
-    state, stored = read_state(checkpoint)
-    changes = _changes(stored, config)
-    for key, (then, now) in changes.items():
-        if key.startswith(("model.", "diffusion.")):
-            raise ConfigError(
-                f"{checkpoint} is of another model: {key} is {shown(then)} there, {shown(now)} here"
-            )
-    return state["step"], changes
-
-
-def _changes(then: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    before, after = dict(flattened(then)), dict(flattened(now))
-    return {
-        key: (before.get(key), after.get(key))
-        for key in {**before, **after}
-        if before.get(key) != after.get(key) and key not in _PLACE
-    }
-
-
-def _is_finished(
-    checkpoint: Path | None,
-    run_dir: Path,
-    start: int,
-    settings: TrainSettings,
-    changes: dict[str, tuple[Any, Any]],
-) -> bool:
-    """Whether the run has nothing left to do. ConfigError if it has done as many steps as are asked
-    for, but with other settings."""
-    if checkpoint is None or start < settings.steps:
-        return False
-    others = [key for key in changes if key not in NEUTRAL]
-    if start == settings.steps and not others and run_dir in checkpoint.parents:
-        return True
-    key = next(iter(others), None)
-    with_others = (
-        f", with {key}={shown(changes[key][0])} and not {shown(changes[key][1])}" if key else ""
-    )
-    raise ConfigError(
-        f"{checkpoint} has already done {start} steps{with_others}, and"
-        f" train.steps={settings.steps}; give a larger train.steps to continue, or another run_dir"
-    )
-
-
-def _write_config(path: Path, config: dict[str, Any], start: int) -> None:
-    """Write a run's settings; those that it was trained with up to here, if they were others, stay
-    beside them."""
-    text = yaml.safe_dump(config, sort_keys=False)
-    if path.is_file():
-        before = path.read_text()
-        kept = path.with_name(f"config_until_step_{start:08d}.yaml")
-        if _same_settings(before, text):  # perhaps in another order
-            return
-        if not kept.exists():
-            write_whole(kept, before)
-    write_whole(path, text)
-
-
-def _same_settings(one: str, other: str) -> bool:
-    try:
-        return yaml.safe_load(one) == yaml.safe_load(other)
-    except (yaml.YAMLError, RecursionError):
-        return False
-
-
-def _check_init(settings: TrainSettings, resume_from: Path | None) -> None:
-    if settings.init is None:
-        return
-    if resume_from is None and not Path(settings.init).exists():
-        raise ConfigError(f"train.init={settings.init} does not exist")
-    if resume_from is not None and settings.resume != "auto":
-        raise ConfigError(
-            f"train.init={settings.init} and train.resume={settings.resume} both set the"
-            " initial state; resume also restores step and moments, init only the weights"
-        )

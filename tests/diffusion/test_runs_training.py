@@ -19,6 +19,7 @@ from diffusion.formats.checkpoint_folder import latest_checkpoint
 from diffusion.runs import training
 from diffusion.runs.sampling import sample
 from diffusion.runs.training import train
+from diffusion.runs.training_checks import write_config
 from diffusion.tracking import run_log
 from diffusion.training import image_task
 
@@ -363,14 +364,14 @@ def test_a_warning_about_the_network_is_given_once(tmp_path, recwarn):
 def test_settings_that_did_not_change_are_not_kept_twice(tmp_path):
     """A run that goes on has its groups in another order."""
     path, settings = tmp_path / "config.yaml", {"a": {"x": 1, "y": 1e-5}, "b": {"z": None}}
-    training._write_config(path, settings, 0)
+    write_config(path, settings, 0)
     before = path.read_text()
-    training._write_config(path, {"b": {"z": None}, "a": {"y": 1e-5, "x": 1}}, 3)
+    write_config(path, {"b": {"z": None}, "a": {"y": 1e-5, "x": 1}}, 3)
     assert [p.name for p in tmp_path.iterdir()] == ["config.yaml"] and path.read_text() == before
-    training._write_config(path, settings | {"b": {"z": 1}}, 5)
+    write_config(path, settings | {"b": {"z": 1}}, 5)
     assert (tmp_path / "config_until_step_00000005.yaml").read_text() == before
     path.write_text("a: [")
-    training._write_config(path, settings, 7)
+    write_config(path, settings, 7)
     assert (tmp_path / "config_until_step_00000007.yaml").read_text() == "a: ["
     assert path.read_text() == before
 
