@@ -88,8 +88,9 @@ def test_views_begin_at_their_items():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("terms", [False, True])
 @pytest.mark.parametrize("items", [1, 2, 4])
-def test_views_on_a_gpu(items, device):
+def test_views_on_a_gpu(items, terms, device):
     from .views_kernel import CHANNELS, COUNT, PLACES, ROWS, copy_view
 
     if not describe(device).hopper:
@@ -98,5 +99,5 @@ def test_views_on_a_gpu(items, device):
     for place in PLACES:
         for known in (None, place):
             y = torch.full((items, ROWS, CHANNELS), float("nan"), device=device).bfloat16()
-            copy_view[(1,)](x, y, place, known, items, COUNT, ROWS, CHANNELS)
+            copy_view[(1,)](x, y, place, known, terms, items, COUNT, ROWS, CHANNELS)
             assert torch.equal(y, x[place : place + items]), (place, known)

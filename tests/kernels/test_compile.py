@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import triton
 
-from triton_kernels.hopper.compat import VIEWS_ARE_SLICES
 from triton_kernels.norm.tables import _lanes_of
 
 from .compile_only import (
@@ -26,12 +25,7 @@ from .compile_only import (
 )
 from .expected import EXPECTED, expected
 
-# What the registry launches with this Triton: see `refuse` of fp16_split_wgrad.
-CASES = {
-    name: case
-    for name, case in load_cases().items()
-    if not (VIEWS_ARE_SLICES.value and "fp16_split_wgrad" in name)
-}
+CASES = load_cases()
 JIT = r"@(?:triton|gluon)\.jit.*\n(?:@.*\n)*"  # above a kernel
 # Registers are counted, and products overlap, with the compiler that the project is tested with.
 # With another a kernel has to compile and to be safe.

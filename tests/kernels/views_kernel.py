@@ -7,6 +7,7 @@ which has the distance from the buffer's beginning to where a thread without an 
 
 import json
 import re
+from itertools import product
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,11 +21,11 @@ PLACES = (0, 1, 7, 16, 17)  # of 21 - 4 that there are at most
 
 @gluon.jit
 def copy_view(
-    x_ptr, y_ptr, item, PLACE: gl.constexpr,
+    x_ptr, y_ptr, item, PLACE: gl.constexpr, TERMS: gl.constexpr,
     ITEMS: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, CHANNELS: gl.constexpr,
 ):  # fmt: skip
-    """x [COUNT, ROWS, CHANNELS] -> y, ITEMS of them from `item`, or from PLACE, on. x of None: of
-    memory that nobody has written."""
+    """x [COUNT, ROWS, CHANNELS] -> y, ITEMS of them from `item`, or from PLACE, on. TERMS: that is
+    given as a multiple of 8 and what is more. x of None: of memory that nobody has written."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     column = gl.arange(0, CHANNELS, layout=gl.SliceLayout(0, LINES))[None, :]
@@ -34,7 +35,12 @@ def copy_view(
         for i in range(COUNT):
             buffer.index(i).store(gl.load(x_ptr + (i * ROWS + row) * CHANNELS + column))
         sync_threads()
-    if PLACE is None:
+    if TERMS:
+        place = item if PLACE is None else PLACE
+        eights = 8 if place >= 8 else 0
+        first = (eights, place - eights)
+        view = view_from(buffer, first, [ITEMS * ROWS, CHANNELS], MATRIX, 0, (8, 1), (2, 10))
+    elif PLACE is None:
         view = view_from(buffer, item, [ITEMS * ROWS, CHANNELS], MATRIX)
     else:  # also as so many items behind one that is a multiple of 4
         FIRST: gl.constexpr = PLACE // 4 * 4
@@ -53,15 +59,15 @@ def beginnings() -> dict[str, bool]:
     signature = dict.fromkeys(copy_view.arg_names, "constexpr")
     signature |= {"y_ptr": "*bf16", "item": "i32"}
     found = {}
-    for items in ITEMS:
-        for place in PLACES[1:]:
-            given = {"x_ptr": None, "PLACE": place, "ITEMS": items, "COUNT": COUNT}
-            given |= {"ROWS": ROWS, "CHANNELS": CHANNELS}
-            constants = {(copy_view.arg_names.index(name),): n for name, n in given.items()}
-            source = GluonASTSource(copy_view, signature, constants)
-            code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
-            bytes_before = place * ROWS * CHANNELS * 2
-            found[f"{items} from {place} on"] = bool(re.search(rf"\b{bytes_before}\b", code))
+    for items, place, terms in product(ITEMS, PLACES[1:], (False, True)):
+        given = {"x_ptr": None, "PLACE": place, "TERMS": terms, "ITEMS": items, "COUNT": COUNT}
+        given |= {"ROWS": ROWS, "CHANNELS": CHANNELS}
+        constants = {(copy_view.arg_names.index(name),): n for name, n in given.items()}
+        source = GluonASTSource(copy_view, signature, constants)
+        code = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+        bytes_before = place * ROWS * CHANNELS * 2
+        said = f"{items} from {place} on{' as a sum' if terms else ''}"
+        found[said] = bool(re.search(rf"\b{bytes_before}\b", code))
     return found
 
 

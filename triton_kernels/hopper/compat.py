@@ -95,23 +95,51 @@ def allocate_for_views(dtype, shape, layout, _semantic=None):
 @gluon.jit
 def view_from(
     buffer, first, shape: gl.constexpr, layout: gl.constexpr,
-    more: gl.constexpr = 0, step: gl.constexpr = 1,
+    more: gl.constexpr = 0, step: gl.constexpr = 1, count: gl.constexpr = None,
 ):  # fmt: skip
     """The memory from a buffer's item `first` + more on, seen with another shape and layout.
-    `first` is a multiple of step: with 3.9 there is a comparison for each multiple, once for all
-    views of a `first`."""
+    `first` is one of so many multiples of step, 0 among them; None: of all that there are. With 3.9
+    it is compared with each, once for all views of a `first`. Where these would be many, `first`,
+    step and count are tuples: of a sum, whose terms are compared one after the other."""
     ITEMS: gl.constexpr = items_of_view(buffer.shape, shape)
     if not VIEWS_ARE_SLICES or ITEMS <= 1:
-        return _view_of_item(buffer, first + more, shape, layout)
+        return _view_of_item(buffer, _sum(_terms(first)) + more, shape, layout)
     else:
         # What is chosen holds all views of one beginning, so that the compiler chooses once.
-        COUNT: gl.constexpr = (buffer.shape[0] - more - ITEMS) // step + 1
-        SPAN: gl.constexpr = buffer.shape[0] - (COUNT - 1) * step
-        chosen = buffer.slice(0, SPAN)
-        for i in gl.static_range(1, COUNT):
-            if first == i * step:
-                chosen = buffer.slice(i * step, SPAN)
-        return _view_of_slice(chosen, more, ITEMS, shape, layout)
+        for i in gl.static_range(len(_terms(first))):
+            buffer = _chosen(
+                buffer, _terms(first)[i], _terms(step)[i], _terms(count)[i], more + ITEMS
+            )
+        return _view_of_slice(buffer, more, ITEMS, shape, layout)
+
+
+@gluon.jit
+def _chosen(buffer, first, step: gl.constexpr, count: gl.constexpr, items: gl.constexpr):
+    """The slice from `first` on, which is as long as that from the last multiple on. None: there
+    are as many as leave it so many items."""
+    COUNT: gl.constexpr = count or (buffer.shape[0] - items) // step + 1
+    SPAN: gl.constexpr = buffer.shape[0] - (COUNT - 1) * step
+    chosen = buffer.slice(0, SPAN)
+    for i in gl.static_range(1, COUNT):
+        if first == i * step:
+            chosen = buffer.slice(i * step, SPAN)
+    return chosen
+
+
+@builtin
+def _terms(given, _semantic=None):
+    """A tuple of what is one already, or a single term."""
+    given = given.value if isinstance(given, gl.constexpr) else given
+    terms = list(given) if isinstance(given, (tuple, core.tuple)) else [given]
+    return core.tuple([_as_value(term) for term in terms])
+
+
+@gluon.jit
+def _sum(terms):
+    if len(terms) == 1:
+        return terms[0]
+    else:
+        return terms[0] + _sum(terms[1:])
 
 
 @builtin

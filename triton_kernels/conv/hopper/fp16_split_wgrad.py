@@ -30,7 +30,6 @@ from .operands import in_rows
 from .row_wgrad import WIDTHS, images_of_row
 
 if SUPPORTED:
-    from ...hopper.compat import VIEWS_ARE_SLICES
     from .fp16_split_wgrad_kernel import conv_fp16_split_wgrad_kernel
 
 _PIXELS = 128  # of a tile
@@ -51,8 +50,6 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a weight gradient, or None."""
     if reason := supports(gpu) or refuse_wide_float32(spec, gpu):
         return reason
-    if VIEWS_ARE_SLICES.value:  # begins at more than 100 places
-        return "this Triton, 3.9 or newer, needs minutes to compile it"
     if (spec.r, spec.s) != (3, 3) or spec.pads != (1, 1):
         return f"it does 3x3 filters of padding 1, not {spec.r}x{spec.s}"
     filters = spec.of_filters

@@ -65,15 +65,23 @@ def _load(
 
 @gluon.jit
 def _pixels(
-    x_bufs, part, start, R: gl.constexpr, s: gl.constexpr, W: gl.constexpr,
-    IMAGES: gl.constexpr, STEP: gl.constexpr,
+    x_bufs, stage, part: gl.constexpr, k, i: gl.constexpr, R: gl.constexpr, s: gl.constexpr,
+    PARTS: gl.constexpr, W: gl.constexpr, IMAGES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
-    """Of a part of x those that a tap sees at the tile's STEP pixels from `start` on."""
+    """Of a part of x those that a tap sees at STEP pixels of a tile, from 32 k + i STEP on."""
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pixels = reinterpret(x_bufs, x_bufs.dtype, [x_bufs.shape[0] * 8, 64], FLAT)
-    place = part * (part_chunks(W) * 8) + (start // W + R) * (W + 8) + 8 + start % W
+    PART: gl.constexpr = part_chunks(W) * 8
+    ROW: gl.constexpr = W + 8
+    PIXEL: gl.constexpr = part * PART + (R + i) * ROW + 8 + (s - 1) * IMAGES
+    # Where 32 pixels begin: a stage, rows of it, and a place in a row.
+    ACROSS: gl.constexpr = max(W // 32, 1)
+    ROWS: gl.constexpr = 32 // STEP  # of 32 pixels
+    STEPS: gl.constexpr = (PARTS * PART, ROWS * ROW, 32)
+    COUNTS: gl.constexpr = (pixels.shape[0] // (PARTS * PART), 4 // ACROSS, ACROSS)
+    first = (stage * STEPS[0], k // ACROSS * STEPS[1], k % ACROSS * STEPS[2])
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    return view_from(pixels, place, [STEP, 64], MATRIX, (s - 1) * IMAGES)
+    return view_from(pixels, first, [STEP, 64], MATRIX, PIXEL, STEPS, COUNTS)
 
 
 @gluon.jit
@@ -85,25 +93,25 @@ def _add_tap(
     LAYOUT: gl.constexpr = acc.type.layout
     part = gl.zeros([64, 64], gl.float32, LAYOUT)
     for i in gl.static_range(32 // STEP):
-        x = _pixels(x_bufs, stage * 2, k * 32 + i * STEP, R, s, W, IMAGES, STEP)
+        x = _pixels(x_bufs, stage, 0, k, i, R, s, 2, W, IMAGES, STEP)
         part = warpgroup_mma(dy_small[i], x, part, use_acc=i > 0, is_async=True)
     for i in gl.static_range(32 // STEP):
-        x = _pixels(x_bufs, stage * 2 + 1, k * 32 + i * STEP, R, s, W, IMAGES, STEP)
+        x = _pixels(x_bufs, stage, 1, k, i, R, s, 2, W, IMAGES, STEP)
         part = warpgroup_mma(dy[i], x, part, is_async=True)
     for i in gl.static_range(32 // STEP):
-        x = _pixels(x_bufs, stage * 2, k * 32 + i * STEP, R, s, W, IMAGES, STEP)
+        x = _pixels(x_bufs, stage, 0, k, i, R, s, 2, W, IMAGES, STEP)
         part = warpgroup_mma(dy[i], x, part, is_async=True)
     return acc + warpgroup_mma_wait(0, deps=(part,))
 
 
 @gluon.jit
 def _begin_tap(
-    acc, dy, x_bufs, part, k, R: gl.constexpr, s: gl.constexpr, W: gl.constexpr,
+    acc, dy, x_bufs, stage, k, R: gl.constexpr, s: gl.constexpr, W: gl.constexpr,
     IMAGES: gl.constexpr, STEP: gl.constexpr,
 ):  # fmt: skip
     """acc + the one product of 32 pixels, begun but not waited for."""
     for i in gl.static_range(32 // STEP):
-        x = _pixels(x_bufs, part, k * 32 + i * STEP, R, s, W, IMAGES, STEP)
+        x = _pixels(x_bufs, stage, 0, k, i, R, s, 1, W, IMAGES, STEP)
         acc = warpgroup_mma(dy[i], x, acc, is_async=True)
     return acc
 
