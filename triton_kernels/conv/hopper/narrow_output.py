@@ -52,7 +52,9 @@ def _load(
                 for j in gl.static_range(2):
                     h = h0 - 1 + 2 * i + j
                     at = [n, h, 0, k * 64] if IMAGES == 1 else [h, 0, n * IMAGES, k * 64]
-                    row = row_from(x.bufs, slot, j, W, PAIR, IMAGES, BEFORE=k * CHUNKS)
+                    row = row_from(
+                        x.bufs, slot, j, W, PAIR, IMAGES, BEFORE=k * CHUNKS, BLOCKS=x.SLOTS
+                    )
                     tma_load(x_desc, at, bar, row)
             place += 1
 
@@ -70,7 +72,7 @@ def _multiply_row(
         for s in gl.static_range(3):
             pixels = row_of_tap(
                 x.bufs, pair, j, piece * 64 + s, W, PAIR, IMAGES, BEFORE=k * CHUNKS,
-                PIXELS=64,
+                BLOCKS=x.SLOTS, PIXELS=64,
             )  # fmt: skip
             w = w_bufs.index(k * 9 + r * 3 + s)
             w = reinterpret(w, w.dtype, [16, 64], gl.NVMMASharedLayout(128, 16)).permute((1, 0))

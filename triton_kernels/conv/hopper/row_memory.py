@@ -60,21 +60,22 @@ def side_from(x_bufs, first, row, right: gl.constexpr, W: gl.constexpr):
 def row_from(
     x_bufs, block, row: gl.constexpr, W: gl.constexpr, BLOCK: gl.constexpr,
     IMAGES: gl.constexpr = 1, MARGINS: gl.constexpr = 1, BEFORE: gl.constexpr = 0,
+    BLOCKS: gl.constexpr = None,
 ):  # fmt: skip
     """Where TMA writes a row of the `block`-th block of BLOCK chunks behind the first BEFORE:
-    W / IMAGES pixels of each of some images."""
+    W / IMAGES pixels of each of some images. BLOCKS: how many there are; None: all."""
     K: gl.constexpr = x_bufs.shape[2]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16, rank=4)
     SHAPE: gl.constexpr = [1, 1, W, K] if IMAGES == 1 else [1, W // IMAGES, IMAGES, K]
     CHUNK: gl.constexpr = BEFORE + row * (W // 8 + MARGINS) + 1
-    return view_from(x_bufs, block * BLOCK, SHAPE, LAYOUT, CHUNK, BLOCK)
+    return view_from(x_bufs, block * BLOCK, SHAPE, LAYOUT, CHUNK, BLOCK, BLOCKS)
 
 
 @gluon.jit
 def row_of_tap(
     x_bufs, block, row: gl.constexpr, s: gl.constexpr, W: gl.constexpr, BLOCK: gl.constexpr,
     IMAGES: gl.constexpr = 1, MARGINS: gl.constexpr = 1, BEFORE: gl.constexpr = 0,
-    PIXELS: gl.constexpr = 0,
+    BLOCKS: gl.constexpr = None, PIXELS: gl.constexpr = 0,
 ):  # fmt: skip
     """That row moved by s - 1 pixels of each of its images, [W, K], or of it PIXELS pixels."""
     K: gl.constexpr = x_bufs.shape[2]
@@ -83,4 +84,4 @@ def row_of_tap(
     SHAPE: gl.constexpr = [PIXELS if PIXELS else W, K]
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
     PIXEL: gl.constexpr = BEFORE * 8 + row * (W + 8 * MARGINS) + 8 + (s - 1) * IMAGES
-    return view_from(pixels, block * BLOCK * 8, SHAPE, LAYOUT, PIXEL, BLOCK * 8)
+    return view_from(pixels, block * BLOCK * 8, SHAPE, LAYOUT, PIXEL, BLOCK * 8, BLOCKS)
