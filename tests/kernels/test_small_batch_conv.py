@@ -117,6 +117,10 @@ def test_parts_through_pointers_are_for_what_tma_cannot_fetch():
             each = -(-steps // config.parts)
             assert (config.parts - 1) * each < steps <= config.parts * each
             assert 0 < kernel.predict(its, gpu, config) < 100
+    # wgmma, whose chains are quick, is for what TMA fetches
+    several = (dataclasses.replace(its, n=16) for its in (spec, odd))
+    apart, joined = (CONV_SPLIT.why_apart(its, HOPPER) for its in several)
+    assert "64 whole tiles" in apart and joined is None
     wide = dataclasses.replace(spec, dtype="fp32")
     assert "TF32" in CONV_SPLIT.cannot(kernel, wide, AMPERE)
     halved = dataclasses.replace(spec, p=4, q=4, stride=2)

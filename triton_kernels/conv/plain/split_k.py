@@ -381,6 +381,7 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
     programs = _programs(spec, block_c, block_m)
     # of Hopper's chains in 16 bits a product takes less than half as long (`conv.hopper.tile_mma`)
     quick = gpu.hopper and spec.itemsize == 2 and spec.stride == 1 and spec.n > FEW_IMAGES
+    quick = quick and _refuse_boxes(spec, gpu) is None
     if programs > gpu.num_sms // (4 if quick else 1):
         return f"{programs} whole tiles keep {gpu.num_sms} multiprocessors busy"
     if (pixels := math.prod(spec.size)) > _MAX_PIXELS:
