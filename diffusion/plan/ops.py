@@ -5,7 +5,8 @@ FORWARD = {
     "conv": "x [N, H, W, CI] * weight [CO, CI, R, S] + bias; stride, padding (y0, y1, x0, x1)",
     "linear": "x [..., CI] weight [CO, CI]^T + bias: over images, a convolution with 1x1 filters",
     "group_norm": "act(((x - mean) rstd weight + bias) (1 + scale) + shift), x [N, ..., C]",
-    "channel_norm": "act((factor norm(x) weight + bias) (1 + scale) + shift), over the last axis",
+    "channel_norm": "act((factor norm(x) weight + bias) (1 + scale) + shift), over the last axis; "
+    "fused, + residual, and in another dtype as well, as low",
     "act": "activation(x)",
     "attention": "softmax(q k^T scale) v of each head, of `PARTS`, over keys of a mask; its state",
     "linear_attention": "scale softmax(q) (softmax(k)^T v), q over channels, k over positions",

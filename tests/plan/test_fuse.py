@@ -22,6 +22,7 @@ from tests.diffusion.diffusers_models import ours
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
 from tests.plan.random_networks import networks
+from tests.plan.strangers import Normed
 
 BUDGET = 1e-9
 OPTIONS = {
@@ -222,6 +223,9 @@ def test_every_row_is_used_by_the_networks(trains):
         plans += (plan(theirs.bfloat16(), tuple(low)),)
     crossing = Crossing(True), (torch.randn(2, 3, 4, 4), torch.randn(2, 5, 6))
     plans += (plan(*crossing, trains=trains),)
+    with torch.autocast("cpu", torch.bfloat16):
+        normed = Normed(), (torch.randn(2, 3, 4, 6), torch.tensor([3.0, 400.0]))
+        plans += (plan(*normed, trains=trains),)
     why = [reason for p in plans for reasons in p.graph.why.values() for reason in reasons]
     mode = "train" if trains else "sample"
     rows = PREPARING + FORWARD_ROWS + (BACKWARD_ROWS if trains else ())

@@ -57,7 +57,9 @@ def channel_norm_fwd_kernel(
     bias_ptr,  # [C] or None
     scale_ptr,  # [N, C] or None
     shift_ptr,  # [N, C] or None
+    residual_ptr,  # [N, HW, C], of any type, or None: added to y
     y_ptr,  # [N, HW, C], of any type
+    low_ptr,  # [N, HW, C], of any type, or None: y as well
     stride_scale,
     stride_shift,
     HW,
@@ -87,7 +89,11 @@ def channel_norm_fwd_kernel(
         x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         x, r, _ = _statistics(x, mask_c, C, eps, CENTRED, EPS_IN)
         y = activate_affine(x * (r * factor)[:, None], gain[None, :], offset[None, :], ACT)
+        if residual_ptr is not None:
+            y += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
         tl.store(y_ptr + offs, as_operand(y, y_ptr.dtype.element_ty, TF32), mask=mask)
+        if low_ptr is not None:
+            tl.store(low_ptr + offs, y.to(low_ptr.dtype.element_ty), mask=mask)
         offs_p += BLOCK_P
 
 

@@ -296,7 +296,8 @@ class ChannelNormSpec(Spec):
     grad: bool = False
     dx: bool = True  # of a gradient: whether that of x is wanted, not of parameters alone
     add: bool = False  # and a tensor is added to it
-    result: int | None = None  # bytes of a number of the result, or its gradient; None: as of x
+    # bytes of a number of the result and of what is added to it, or of its gradient; None: as of x
+    result: int | None = None
 
     @property
     def elements(self) -> int:

@@ -1,5 +1,6 @@
 """The rows of the backward pass, in the order in which they are applied."""
 
+from .by_pytorch import cast_of_parts, part_where_it_lies, widened_operand
 from .few_channels import few_channels
 from .norms import (
     NORM_DX,
@@ -84,5 +85,8 @@ BACKWARD_ROWS = (
     Row(
         "sums for biases together", ("sum",), bias_sums,
         "with the padded channels: 18.3 % of a step of 32 images, 7.8 of 128 (H100)", ("step",)
-    )
+    ),
+    Row("parts cast where they are read", ("slice",), cast_of_parts, "unmeasured"),
+    Row("operands widened by PyTorch", ("add", "mul"), widened_operand, "unmeasured"),
+    Row("channels read where they lie", ("slice",), part_where_it_lies, "unmeasured")
 )  # fmt: skip

@@ -1,8 +1,9 @@
 """The rows of the forward pass, in the order in which they are applied."""
 
+from .by_pytorch import cat_as_it_is_read, part_where_it_lies, widened_operand
 from .epilogue import epilogue_add, partials, terms_together
 from .few_channels import few_inputs, few_outputs
-from .norms import dropped_pass, table_and_pass
+from .norms import added_behind, dropped_pass, low_copy, table_and_pass
 from .resampled import conv_down, conv_upsampled, norm_of_upsampled
 from .rewrite import Row
 
@@ -45,5 +46,10 @@ FORWARD_ROWS = (
     Row(
         "multiplied on the small image", ("conv_fused",), conv_upsampled,
         "1.3 % of a step of 32 images, 2.9 of 128", ("step",)
-    )
+    ),
+    Row("added behind a norm over channels", ("add",), added_behind, "unmeasured"),
+    Row("a norm over channels in two types", ("cast",), low_copy, "unmeasured"),
+    Row("concatenations as they are read", ("cast",), cat_as_it_is_read, "unmeasured"),
+    Row("operands of a sum widened by PyTorch", ("add", "mul"), widened_operand, "unmeasured"),
+    Row("parts read where they lie", ("slice",), part_where_it_lies, "unmeasured")
 )  # fmt: skip

@@ -23,6 +23,33 @@ def dropped_pass(f: Fusing, node: Node) -> Value | None:
     return node.out
 
 
+def added_behind(f: Fusing, node: Node) -> Value | None:
+    """A tensor is added to the norm over channels before it is written"""
+    for y, other in f.summands(node):
+        norm = f.maker(y, "channel_norm")
+        if norm is None or f.reader(y, "add") is not node or "residual" in norm.inputs:
+            continue
+        cast = f.maker(other, "cast")
+        floats = cast is not None and cast.inputs["x"].dtype.is_floating_point
+        wider = floats and cast.inputs["x"].dtype.itemsize < other.dtype.itemsize
+        norm.inputs["residual"] = cast.inputs["x"] if wider else other
+        f.write(norm, node.out, node)
+        return node.out
+    return None
+
+
+def low_copy(f: Fusing, node: Node) -> Value | None:
+    """What a norm over channels makes is written in another type as well"""
+    norm = f.maker(node.inputs["x"], "channel_norm")
+    if norm is None or norm.out is not node.inputs["x"] or "low" in norm.outputs:
+        return None
+    if not node.out.dtype.is_floating_point or f.mode == "step":
+        return None
+    norm.outputs["low"] = node.out
+    f.take(norm, node)
+    return node.out
+
+
 def table_and_pass(f: Fusing, node: Node) -> Value | None:
     """The table of a norm is made by the launch that applies it"""
     table = f.maker(node.inputs["table"], "norm_table")

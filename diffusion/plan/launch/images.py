@@ -98,8 +98,11 @@ def _of_channels(run, node):
 @launches("channel_norm")
 def _channel_norm(run, node, given):
     params = tuple(given.get(role) for role in _OF_NORM)
+    low = node.outputs["low"].dtype if "low" in node.outputs else None
+    options = {"dtype": node.out.dtype, "low": low, "residual": given.get("residual")}
     made = _of_channels(run, node).channel_norm_forward
-    return made(given["x"].contiguous(), params, dtype=node.out.dtype, **node.attrs)
+    y, low = made(given["x"].contiguous(), params, **options, **node.attrs)
+    return {"y": y, "low": low}
 
 
 @launches("channel_norm_grad")

@@ -29,12 +29,21 @@ _FORMULAS: dict[str, Callable[[Node, Inputs], Tensor]] = {
     "reshape": lambda node, given: given["x"].reshape(node.out.shape),
     "detach": lambda _, given: given["x"],
     "columns": lambda node, given: given["x"][..., node.attrs["start"] : node.attrs["stop"]],
-    "cat": lambda node, given: torch.cat(many(given, "x"), node.attrs["axis"]),
     "cast": lambda node, given: given["x"].to(node.out.dtype),
     "embedding": lambda _, given: F.embedding(given["index"], given["weight"]),
 }
 for _op, _formula in _FORMULAS.items():
     by_pytorch(_op)(lambda run, node, given, formula=_formula: formula(node, given))
+
+
+@by_pytorch("cat")
+def _cat(run, node, given):
+    """In the type of its value, which need not be that of what it reads."""
+    parts, axis = many(given, "x"), node.attrs["axis"]
+    if all(x.dtype == node.out.dtype for x in parts):
+        return torch.cat(parts, axis)
+    out = torch.empty(node.out.shape, dtype=node.out.dtype, device=parts[0].device)
+    return torch.cat(parts, axis, out=out)
 
 
 @by_pytorch("slice")

@@ -1,0 +1,90 @@
+"""Casts, parts and additions that need no pass of their own: the same numbers, bit for bit, with
+fewer nodes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from diffusion.plan.build import plan
+from diffusion.plan.fuse.rows import leaving_out
+from diffusion.plan.planned import Planned
+from tests.plan.strangers import Normed
+
+ROWS = (
+    "added behind a norm over channels",
+    "a norm over channels in two types",
+    "concatenations as they are read",
+    "operands of a sum widened by PyTorch",
+    "parts read where they lie",
+    "parts cast where they are read",
+    "operands widened by PyTorch",
+    "channels read where they lie",
+)
+ARGS = torch.randn(2, 3, 4, 6), torch.tensor([3.0, 400.0])
+
+
+def made(module, args):
+    """A plan under autocast, and what it makes with all gradients."""
+    with torch.autocast("cpu", torch.bfloat16):
+        planned = plan(module, args, trains=True)
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    parameters = [tensors[name] for name in planned.graph.parameters]
+    (y,) = Planned.apply(planned, None, len(args), *args, *parameters)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.dtype)
+    return planned, (y, *torch.autograd.grad(y, parameters, dy, allow_unused=True))
+
+
+def same(ours, theirs):
+    return all((a is b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("rows", [ROWS, *((name,) for name in ROWS)], ids=lambda rows: rows[-1])
+def test_a_network_in_two_types(rows):
+    """Residuals are float32 there, and convolutions read 16 bits."""
+    torch.manual_seed(0)
+    module = Normed()
+    planned, results = made(module, ARGS)
+    with leaving_out(*rows):
+        before, expected = made(module, ARGS)
+    assert same(results, expected)
+    assert len(planned.graph.nodes) < len(before.graph.nodes) or rows[0] in (
+        "parts cast where they are read",  # of which it is what the next reads
+        "operands of a sum widened by PyTorch",
+        "parts read where they lie",
+        "channels read where they lie",  # which are nodes, but no copies
+    )
+
+
+def test_what_they_become():
+    torch.manual_seed(0)
+    planned, _ = made(Normed(), ARGS)
+    forward = planned.graph.nodes
+    norms = [node for node in forward if node.op == "channel_norm"]
+    assert sum("residual" in node.inputs for node in norms) >= 3
+    assert any("low" in node.outputs for node in norms)
+    cats = [node for node in forward if node.op == "cat" and len(node.out.shape) == 4]
+    assert any(v.dtype != node.out.dtype for node in cats for v in node.many("x"))
+    sums = [node for node in forward if node.op == "add" and len(node.out.shape) == 4]
+    assert any(v.dtype != node.out.dtype for node in sums for v in node.inputs.values())
+
+
+class Others(nn.Module):
+    """Where a row does not apply: what is cast is read as it was, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x, t):
+        y = self.conv(x)
+        both = torch.cat((y.float(), x.float()[:, :1], F.normalize(y.float(), dim=1)[:, :3]), dim=1)
+        return self.last(both) + both[:, :2] + (both[:, 2:4] * y[:, :2])
+
+
+def test_what_others_read_is_left():
+    torch.manual_seed(0)
+    module = Others()
+    _, results = made(module, ARGS)
+    with leaving_out(*ROWS):
+        assert same(results, made(module, ARGS)[1])
