@@ -5,13 +5,16 @@
     models=ddpm_cifar10,butterflies  networks of diffusers, see `NETWORKS` (also stable_diffusion)
     batch=128,16                     images, one number a model
     what=train,evaluate
+    loop=false                       true: in an ordinary Python loop, without a graph around it
     processes=12                     that compile our kernels
     out=                             a folder for the CSV; default benchmarks/results
 
 A training step is the loss of given noise, its gradient and PyTorch's fused AdamW, under autocast
 to bf16; an evaluation is of a network in bf16. Both networks are channels_last, and each is
 captured in one CUDA graph. They are timed in turns, after the output and the gradient of ours have
-been found at most twice as far from the float32 module as the module in bf16 is.
+been found at most twice as far from the float32 module as the module in bf16 is. In a loop,
+`accelerate` and torch.compile's mode=reduce-overhead capture graphs of their own, and torch.compile
+by default does not.
 """
 
 import copy
@@ -58,6 +61,7 @@ DEFAULTS = {
     "models": ("ddpm_cifar10", "butterflies"),
     "batch": (128, 16),
     "what": ("train", "evaluate"),
+    "loop": False,
     **precompile.SETTINGS,
     "out": "",
 }
@@ -94,11 +98,12 @@ def main(arguments: Sequence[str]) -> int:
         for model, batch in zip(settings["models"], settings["batch"], strict=True)
         for what in settings["what"]
     ]
-    theirs = [compiled(*case, device) for case in cases]
+    loop = settings["loop"]
+    theirs = [compiled(*case, device, loop) for case in cases]
     compiling.wait()
     print("compiled", flush=True)
-    for case, run in zip(cases, theirs, strict=True):
-        time_case(*case, run, device, Path(settings["out"] or harness.RESULTS))
+    for case, runs in zip(cases, theirs, strict=True):
+        time_case(*case, runs, device, loop, Path(settings["out"] or harness.RESULTS))
     return 0
 
 
@@ -193,12 +198,27 @@ def runner(
     return evaluation_of(compiler(around(network.eval().bfloat16())), low)
 
 
-def compiled(what: str, model: str, batch: int, device: torch.device) -> Callable[[int], object]:
-    def compiler(module: nn.Module) -> nn.Module:
-        return torch.compile(module, dynamic=False)
+def looped(run: Callable[[], Tensor]) -> Callable[[int], object]:
+    """As Python runs it, call by call."""
+    for _ in range(_WARM_UP):
+        run()
+    return lambda _: run()
 
+
+def compiled(
+    what: str, model: str, batch: int, device: torch.device, loop: bool
+) -> dict[str, Callable[[int], object]]:
+    """torch.compile's, by provider."""
     torch._dynamo.reset()
-    return captured(runner(what, model, batch, device, lambda network: network, compiler))
+    modes = {"compile-bf16": None} | (
+        {"compile-bf16 reduce-overhead": "reduce-overhead"} if loop else {}
+    )
+    found = {}
+    for name, mode in modes.items():
+        compiler = partial(torch.compile, dynamic=False, mode=mode)
+        run = runner(what, model, batch, device, lambda network: network, compiler)
+        found[name] = looped(run) if loop else captured(run)
+    return found
 
 
 def rehearse(settings: dict) -> None:
@@ -240,27 +260,33 @@ def time_case(
     what: str,
     model: str,
     batch: int,
-    theirs: Callable[[int], object],
+    theirs: dict[str, Callable[[int], object]],
     device: torch.device,
+    loop: bool,
     folder: Path,
 ) -> None:
-    """Check ours, time both in turns, write the rows and say the ratio."""
+    """Check ours, time all in turns, write the rows and say the ratios."""
     check(model, device)
     harness.release_memory()
-    ours = captured(runner(what, model, batch, device, Accelerated))
+    if loop:
+        ours = looped(runner(what, model, batch, device, Accelerated))
+    else:
+        ours = captured(runner(what, model, batch, device, partial(Accelerated, capture=False)))
     size, origin = NETWORKS[model]["sample_size"], harness.provenance()
     shape = f"{batch}x{size}x{size}x{channels(model)} diffusers:{model}"
     op, pass_ = ("train_step", "step") if what == "train" else ("unet_forward", "fwd")
-    suffix = " graph" if what == "train" else ""  # as the other benchmarks of steps name it
-    runs = {f"triton-bf16{suffix}": ours, f"compile-bf16{suffix}": theirs}
+    # as the other benchmarks of steps name it
+    suffix = " loop" if loop else " graph" if what == "train" else ""
+    runs = {f"{name}{suffix}": run for name, run in ({"triton-bf16": ours} | theirs).items()}
     for timings in in_turns(runs):
         rows = [
             Row(op, shape, "any", pass_, name, *timing, 0, 0, *origin)
             for name, timing in timings.items()
         ]
     harness.add_rows(folder / f"{origin.gpu}.csv", rows)
-    mine, other = (timings[name].median / 1000 for name in runs)
-    print(f"{what} {shape}: {mine:.3f} ms, torch.compile {other:.3f}: {other / mine:.2f}")
+    mine, *others = (timings[name].median / 1000 for name in runs)
+    for name, other in zip(list(runs)[1:], others, strict=True):
+        print(f"{what} {shape}: {mine:.3f} ms, {name} {other:.3f}: {other / mine:.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -282,13 +282,17 @@ def register_dataset(name: str) -> "Callable[[Callable], Callable]":
     return register(name)
 
 
-def accelerate(module: "nn.Module") -> "nn.Module":
+def accelerate(module: "nn.Module", capture: bool = True) -> "nn.Module":
     """A module that runs the forward and backward of `module` by a plan (docs/plan.md). It has the
     same parameters, arguments and results, trains and evaluates, and may be wrapped in DDP.
+
+    On a GPU a call that comes the third time with the same shapes is captured in CUDA graphs, which
+    later calls replay: Python would need longer to launch the kernels than the GPU to run them. The
+    graphs keep the memory of one call. `capture=False`: every call is launched.
 
     The first call with new shapes traces and plans. It raises `diffusion.plan.graph.PlanError` for
     an op that cannot be planned, with the line of the module that calls it.
     """
     from .plan.accelerate import Accelerated
 
-    return Accelerated(module)
+    return Accelerated(module, capture=capture)

@@ -20,6 +20,7 @@ from .graph import PlanError
 from .numbers_as_tensors import are_tensors
 from .planned import Planned, evaluate
 from .record.notes import is_recording
+from .replay import Replays
 from .trees import flatten, holds_tensors, leaves
 
 # Held while a module is recorded, when its parameters are others, and while they are read
@@ -42,6 +43,7 @@ class Accelerated(nn.Module):
         self,
         module: nn.Module,
         launch: Callable | None = None,  # how nodes are launched; None: as the device has it
+        capture: bool = True,  # calls that come again become CUDA graphs, see `replay`
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -52,6 +54,7 @@ class Accelerated(nn.Module):
                 f"{name} goes around the accelerated module: {name}(accelerate(module))"
             )
         self._launch = launch
+        self._replays = Replays() if capture and launch is None else None
         self._plans: dict[tuple, list[Plan]] = {}  # which differ in what the module read of itself
         self._apart: set[tuple] = set()  # of calls whose numbers cannot be tensors
         self.module = module
@@ -104,11 +107,19 @@ class Accelerated(nn.Module):
             tensors[name].clone() if name in written else tensors[name]
             for name in made.graph.parameters
         ]
-        if made.backward is None:
+        replay = None
+        if self._replays is not None:
+            places = enumerate(made.graph.parameters, len(inputs))
+            fixed = [i for i, name in places if name not in written]
+            replay = self._replays.of(made, [*inputs, *parameters], fixed)
+        if made.backward is not None:
+            given = made, self._launch, replay, len(inputs), *inputs, *parameters
+            outputs = Planned.apply(*given)
+        elif replay is not None:
+            outputs = replay.forward([*inputs, *parameters])
+        else:
             with torch.no_grad():
                 outputs, _ = evaluate(made, inputs, parameters, self._launch)
-        else:
-            outputs = Planned.apply(made, self._launch, len(inputs), *inputs, *parameters)
         with torch.no_grad():
             for name, y in zip(written, outputs[len(outputs) - len(written) :], strict=True):
                 tensors[name].copy_(y)

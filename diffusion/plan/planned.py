@@ -1,6 +1,6 @@
 """Runs both passes of a plan: as one node of autograd, or the forward pass alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +14,9 @@ from .build import Plan
 from .execute import Streams, run_moves
 from .graph import Value
 from .launch.table import launch_kernels, launch_reference
+from .replay import Replay
+
+_TWICE = "backward through a plan a second time: its values are gone"
 
 
 def launcher(device: torch.device) -> Callable:
@@ -69,16 +72,25 @@ class Planned(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, made: Plan, launch: Callable | None, count: int, *tensors: Tensor
+        ctx: Any,
+        made: Plan,
+        launch: Callable | None,
+        replay: Replay | None,  # None: launched
+        count: int,
+        *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        outputs, values = evaluate(made, list(tensors[:count]), list(tensors[count:]), launch)
-        # no views, to which nobody could write, but of what is the caller's, where it would be seen
-        starts = {*made.graph.inputs, *made.graph.parameters.values()}
-        pairs = zip(made.memory, outputs, strict=True)
-        outputs = tuple(y if v in starts else y.data for v, y in pairs)
-        ctx.made, ctx.launch, ctx.values = made, launch, values
-        ctx.results = [y.detach() for y in outputs]
-        ctx.versions = [y._version for y in outputs]
+        ctx.made, ctx.launch, ctx.replay = made, launch, replay
+        if replay is None:
+            outputs, values = evaluate(made, list(tensors[:count]), list(tensors[count:]), launch)
+            # no views, to which nobody could write, but of what is the caller's, where it would be
+            # seen
+            starts = {*made.graph.inputs, *made.graph.parameters.values()}
+            pairs = zip(made.memory, outputs, strict=True)
+            outputs = tuple(y if v in starts else y.data for v, y in pairs)
+            ctx.values, ctx.results = values, [y.detach() for y in outputs]
+            ctx.versions = [y._version for y in outputs]
+        else:
+            outputs = replay.forward(tensors)
         ctx.save_for_backward(*tensors)  # which notices if somebody has written to one
         results = zip(made.graph.outputs, outputs, strict=True)
         ctx.mark_non_differentiable(*(y for v, y in results if v not in made.backward.seeds))
@@ -91,20 +103,12 @@ class Planned(torch.autograd.Function):
         made: Plan = ctx.made
         backward, graph = made.backward, made.graph
         tensors = ctx.saved_tensors  # raises if one has changed
-        if ctx.values is None:
-            raise RuntimeError("backward through a plan a second time: its values are gone")
-        values, ctx.values = ctx.values, None
-        _refuse_written(made, values, ctx.results, ctx.versions)
-        for value, dy in zip(graph.outputs, dys, strict=True):
-            seed = backward.seeds.get(value)
-            if seed is not None:
-                zeros = torch.zeros(value.shape, dtype=value.dtype, device=tensors[0].device)
-                values[seed] = zeros if dy is None else dy.to(value.dtype).contiguous()
-        device = tensors[0].device
-        with torch.autocast(device.type, enabled=False):
-            launch = ctx.launch or launcher(device)
-            run_moves(made.schedule.backward, values, _streams(device), launch)
-            _streams(device).join()
+        if ctx.replay is None:
+            values = _launched_backward(ctx, dys, tensors[0].device)
+        elif ctx.replay.is_done:
+            raise RuntimeError(_TWICE)
+        else:
+            values = ctx.replay.backward(dys)
         asked = {v for v, dy in zip(graph.outputs, dys, strict=True) if dy is not None}
         starts = [*graph.inputs, *graph.parameters.values()]
         grads = [backward.grads.get(value) for value in starts]
@@ -112,4 +116,24 @@ class Planned(torch.autograd.Function):
             g if asked & backward.results.get(value, set()) else None
             for value, g in zip(starts, grads, strict=True)
         ]
-        return None, None, None, *(None if g is None else values[g] for g in grads)
+        return None, None, None, None, *(None if g is None else values[g] for g in grads)
+
+
+def _launched_backward(
+    ctx: Any, dys: Sequence[Tensor | None], device: torch.device
+) -> dict[Value, Tensor]:
+    """The values that the backward pass makes, launched one by one."""
+    made: Plan = ctx.made
+    if ctx.values is None:
+        raise RuntimeError(_TWICE)
+    values, ctx.values = ctx.values, None
+    _refuse_written(made, values, ctx.results, ctx.versions)
+    for value, dy in zip(made.graph.outputs, dys, strict=True):
+        seed = made.backward.seeds.get(value)
+        if seed is not None:
+            zeros = torch.zeros(value.shape, dtype=value.dtype, device=device)
+            values[seed] = zeros if dy is None else dy.to(value.dtype).contiguous()
+    with torch.autocast(device.type, enabled=False):
+        run_moves(made.schedule.backward, values, _streams(device), ctx.launch or launcher(device))
+        _streams(device).join()
+    return values

@@ -1,0 +1,298 @@
+"""Calls of an accelerated module by graphs: the numbers of launched ones, and nobody's memory is
+written twice. On a CPU a graph is imitated: it launches its moves again and writes the results to
+the same memory, which is not a number until then."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from diffusion import accelerate
+from diffusion.plan import replay
+from diffusion.plan.execute import Streams, run_moves
+from diffusion.plan.launch.table import launch_reference
+
+LAUNCHED = 2  # calls of a plan before it has graphs
+
+
+class Small(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16)
+        self.drop, self.time = nn.Dropout(p), nn.Linear(4, 16)
+        self.last = nn.Conv2d(16, 3, 3, padding=1)
+
+    def forward(self, x, t):
+        h = self.first(x) + self.time(t)[:, :, None, None]
+        return self.last(self.drop(torch.nn.functional.silu(self.norm(h))))
+
+
+def imitated(moves, values, pool):
+    """`replay.capture` on a CPU."""
+    moves, before = list(moves), dict(values)
+    streams = Streams(torch.device("cpu"), others=1)
+    with torch.random.fork_rng(devices=[]):
+        run_moves(moves, values, streams, launch_reference)
+    memory = {x.untyped_storage().data_ptr() for x in before.values()}
+    made = {v: x for v, x in values.items() if x.untyped_storage().data_ptr() not in memory}
+    for x in made.values():
+        if x.is_floating_point():
+            x.fill_(torch.nan)
+
+    def again():
+        with torch.autocast("cpu", enabled=False):
+            found = run_moves(moves, dict(before), streams, launch_reference)
+        for v, x in made.items():
+            x.copy_(found[v])
+
+    return again
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def graphs(request, monkeypatch):
+    """(the device, a list that gets an entry for each graph that is replayed)."""
+    replayed, kind = [], request.param
+    made = imitated if kind == "cpu" else replay.capture
+    if kind == "cpu":
+        monkeypatch.setattr(replay, "_is_ready", lambda tensors: True)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+
+    def capture(moves, values, pool):
+        run = made(moves, values, pool)
+
+        def noted():
+            replayed.append(run)
+            run()
+
+        return noted
+
+    monkeypatch.setattr(replay, "capture", capture)
+    return torch.device(kind), replayed
+
+
+def small(device, **options):
+    torch.manual_seed(0)
+    return Small(**options).to(device)
+
+
+def batch(device, seed=0, count=2):
+    torch.manual_seed(seed)
+    return torch.randn(count, 3, 8, 8).to(device), torch.randn(count, 4).to(device)
+
+
+def loss(network, *given):
+    return network(*given).float().square().mean()
+
+
+def steps(network, device, count=6):
+    """Losses of a usual loop."""
+    optimizer, found = torch.optim.SGD(network.parameters(), lr=0.1), []
+    for k in range(count):
+        optimizer.zero_grad()
+        value = loss(network, *batch(device, k))
+        value.backward()
+        optimizer.step()
+        found.append(value.item())
+    return found
+
+
+def test_training_takes_the_same_steps(graphs):
+    device, replayed = graphs
+    launched, fast = accelerate(small(device), capture=False), accelerate(small(device))
+    assert steps(launched, device) == steps(fast, device)
+    assert len(replayed) == 2 * (6 - LAUNCHED)
+    for p, q in zip(launched.parameters(), fast.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_under_autocast_and_with_dropout(graphs):
+    """Each call draws anew, and what a call draws is that of the launched one."""
+    device, replayed = graphs
+    found = []
+    for capture in (False, True):
+        network, given = accelerate(small(device, p=0.5), capture=capture), batch(device)
+        torch.manual_seed(5)
+        ys = []
+        for _ in range(5):
+            with torch.autocast(device.type, torch.bfloat16):
+                ys.append(network(*given))
+            ys[-1].float().sum().backward()
+        found.append(ys)
+    assert replayed and same(*found)
+    assert not torch.equal(found[1][-1], found[1][-2])
+
+
+def warm(network, device):
+    """Calls until there are graphs."""
+    for _ in range(LAUNCHED + 1):
+        loss(network, *batch(device)).backward()
+    network.zero_grad()
+
+
+def gradients(network):
+    return [p.grad.clone() for p in network.parameters()]
+
+
+def expected(device, *seeds):
+    """The sum of the gradients of these batches."""
+    network = accelerate(small(device), capture=False)
+    for seed in seeds:
+        loss(network, *batch(device, seed)).backward()
+    return gradients(network)
+
+
+def same(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def test_gradients_are_accumulated(graphs):
+    device, replayed = graphs
+    fast = accelerate(small(device))
+    warm(fast, device)
+    kept = []
+    for seed in (1, 2):
+        loss(fast, *batch(device, seed)).backward()
+        kept.append([p.grad for p in fast.parameters()])
+    assert len(replayed) == 6 and same(gradients(fast), expected(device, 1, 2))
+    first = torch.autograd.grad(loss(fast, *batch(device, 1)), list(fast.parameters()))
+    loss(fast, *batch(device, 2)).backward()
+    assert same(first, expected(device, 1))  # which the next call has not written
+
+
+def test_two_calls_before_their_backward_passes(graphs):
+    device, replayed = graphs
+    fast = accelerate(small(device))
+    warm(fast, device)
+    del replayed[:]
+    first, second = (loss(fast, *batch(device, seed)) for seed in (1, 2))
+    with torch.no_grad():
+        fast(*batch(device, 3))
+    first.backward()
+    second.backward()
+    assert len(replayed) == 2 and same(gradients(fast), expected(device, 1, 2))
+
+
+def test_a_call_without_backward_frees_the_graphs(graphs):
+    device, replayed = graphs
+    fast = accelerate(small(device))
+    warm(fast, device)
+    del replayed[:]
+    value = loss(fast, *batch(device, 1))
+    del value
+    loss(fast, *batch(device, 2)).backward()
+    assert len(replayed) == 3 and same(gradients(fast), expected(device, 2))
+
+
+@torch.no_grad()
+def test_evaluations(graphs):
+    device, replayed = graphs
+    fast, module = accelerate(small(device).eval()), accelerate(small(device).eval(), capture=False)
+    ys = [fast(*batch(device, seed)) for seed in range(5)]
+    assert len(replayed) == 5 - LAUNCHED
+    assert same(ys, [module(*batch(device, seed)) for seed in range(5)])
+    fast(*batch(device, 0, count=1))  # of another plan
+    assert len(replayed) == 5 - LAUNCHED
+
+
+def test_parameters_in_other_places(graphs):
+    device, replayed = graphs
+    fast = accelerate(small(device))
+    warm(fast, device)
+    del replayed[:]
+    with torch.no_grad():
+        for p in fast.parameters():
+            p.data = p.data * 2
+    double = accelerate(copy.deepcopy(fast.module), capture=False)
+    for k in range(LAUNCHED + 1):
+        assert torch.equal(loss(fast, *batch(device)), loss(double, *batch(device)))
+        assert bool(replayed) == (k == LAUNCHED)
+
+
+def test_buffers_that_a_call_writes(graphs):
+    device, replayed = graphs
+    nets = [nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).to(device) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    fast, launched = accelerate(nets[0]), accelerate(nets[1], capture=False)
+    for seed in range(5):
+        for net in (fast, launched):
+            net(batch(device, seed)[0]).square().mean().backward()
+    assert replayed
+    for a, b in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_of_inputs(graphs):
+    device, replayed = graphs
+    fast, found = accelerate(small(device)), []
+    for _ in range(LAUNCHED + 2):
+        x, t = batch(device)
+        x.requires_grad_()
+        loss(fast, x, t).backward()
+        found.append(x.grad)
+    assert replayed and same(found, found[:1] * len(found))
+
+
+def test_results_in_memory_of_the_caller_are_launched(graphs):
+    class Beside(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.of = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.of(x), x.view(-1)
+
+    device, replayed = graphs
+    fast, x = accelerate(Beside().to(device)), torch.randn(2, 4, device=device)
+    for _ in range(4):
+        assert fast(x)[1].data_ptr() == x.data_ptr()
+    assert not replayed
+
+
+def test_a_second_backward_raises(graphs):
+    device, _ = graphs
+    fast = accelerate(small(device))
+    warm(fast, device)
+    value = loss(fast, *batch(device))
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        value.backward()
+
+
+def test_what_cannot_be_captured_is_launched(graphs, monkeypatch, caplog):
+    def fails(*_):
+        raise RuntimeError("operation not permitted\nmore")
+
+    device, _ = graphs
+    monkeypatch.setattr(replay, "capture", fails)
+    fast = accelerate(small(device))
+    with caplog.at_level(logging.WARNING):
+        found = steps(fast, device)
+    assert found == steps(accelerate(small(device), capture=False), device)
+    assert [r.getMessage() for r in caplog.records] == [
+        "a network is launched kernel by kernel, without a CUDA graph: operation not permitted"
+    ]
+
+
+def test_copies_have_graphs_of_their_own(graphs):
+    device, replayed = graphs
+    fast = accelerate(small(device))
+    warm(fast, device)
+    other = copy.deepcopy(fast)
+    del replayed[:]
+    with torch.no_grad():
+        for p in other.parameters():
+            p.zero_()
+    assert loss(other, *batch(device)) == 0 and not replayed
+
+
+def test_copies_of_tensors_in_any_order_of_memory():
+    some = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(7)]
+    some += [torch.randn(3, 1).expand(3, 4), torch.arange(5), torch.randn(()), torch.randn(0, 3)]
+    copies = replay.Copies(some)
+    first = copies.made()
+    assert same(first, some) and first[0].stride() == some[0].stride()
+    kept = [x.clone() for x in first]
+    some[0].zero_()
+    assert not same(copies.made(), kept) and same(first, kept)
