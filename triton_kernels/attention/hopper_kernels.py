@@ -43,14 +43,18 @@ def head_offset(head, num_heads, D: gl.constexpr, HEADS_QKV: gl.constexpr):
 
 
 @gluon.jit
-def _matrix(buf, first, ROWS: gl.constexpr):
-    """ROWS rows of [1, positions, D] from the `first`-th 64 on, as [ROWS, D]."""
+def _matrix(
+    buf, first, ROWS: gl.constexpr,
+    more: gl.constexpr = 0, step: gl.constexpr = 1, count: gl.constexpr = None,
+):  # fmt: skip
+    """ROWS rows of [1, positions, D] from the (`first` + more)-th 64 on, as [ROWS, D]; step and
+    count as in `view_from`."""
     D: gl.constexpr = buf.shape[2]
     WIDTH: gl.constexpr = buf.type.layout.swizzle_byte_width
     BLOCK: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 16, rank=3)
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 16, rank=2)
     blocks = reinterpret(buf, buf.dtype, [buf.shape[1] // 64, 1, 64, D], BLOCK)
-    return view_from(blocks, first, [ROWS, D], LAYOUT)
+    return view_from(blocks, first, [ROWS, D], LAYOUT, more, step, count)
 
 
 @gluon.jit
@@ -129,7 +133,7 @@ def attention_fwd_head_kernel(
         q = _matrix(q_buf, i, 64)
         scores = ()
         for j in gl.static_range(STEPS):
-            k = _matrix(k_buf, j * (STEP // 64) + zero, STEP).permute((1, 0))
+            k = _matrix(k_buf, zero, STEP, j * (STEP // 64), count=1).permute((1, 0))
             scores = scores + (warpgroup_mma(q, k, zeros, use_acc=False, is_async=True),)
         if STEPS == 1:
             scores = (warpgroup_mma_wait(0, deps=scores),)
@@ -153,7 +157,7 @@ def attention_fwd_head_kernel(
             p = gl.exp2(scores[j] * scale_log2 - m[:, None])
             total += gl.sum(p, 1)
             p = gl.convert_layout(round_pairs(p, dtype), gl.DotOperandLayout(0, OUT, 2))
-            v = _matrix(v_buf, j * (STEP // 64) + zero, STEP)
+            v = _matrix(v_buf, zero, STEP, j * (STEP // 64), count=1)
             acc = warpgroup_mma(p, v, acc, use_acc=j > 0, is_async=True)
             operands = operands + (p,)
         acc = warpgroup_mma_wait(0, deps=(acc,) + operands)[0]
@@ -280,8 +284,8 @@ def attention_bwd_head_kernel(
     zeros = gl.zeros([KEYS, 64], gl.float32, SCORES)
     mbarrier.wait(bars.index(1), 0)
     for j in range(ROWS // KEYS):
-        k = _matrix(k_buf, j * (KEYS // 64), KEYS)
-        v = _matrix(v_buf, j * (KEYS // 64), KEYS)
+        k = _matrix(k_buf, j * (KEYS // 64), KEYS, step=KEYS // 64)
+        v = _matrix(v_buf, j * (KEYS // 64), KEYS, step=KEYS // 64)
         zero = unseen_zero(j)
         k_left = k
         v_left = v
