@@ -23,6 +23,8 @@ from ..hopper.descriptors import SUPPORTED, in_boxes, missing
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
+from ..runtime.hardware import BOX_SIDE
+from ..runtime.layout import is_aligned
 from .operands import BwdOperands, FwdOperands
 
 if SUPPORTED:
@@ -31,7 +33,6 @@ if SUPPORTED:
     from .hopper_kernels import attention_bwd_head_kernel, attention_fwd_head_kernel
 
 _HEAD_DIMS = (16, 32, 64)
-_MOST_ROWS = 256  # of a box of TMA, and of scores in registers
 _MOST_DQ = 256 * 32  # numbers of dq in the registers of a warpgroup; two have twice as many
 
 
@@ -57,14 +58,14 @@ def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
     rows = _rows(spec.t)
     if reason := refuse_heads(spec, gpu, _HEAD_DIMS):
         return reason
-    if rows > _MOST_ROWS or (spec.grad and rows * spec.d > 2 * _MOST_DQ):
+    if rows > BOX_SIDE or (spec.grad and rows * spec.d > 2 * _MOST_DQ):
         return f"{spec.t} positions of a head of {spec.d} are too many for shared memory"
     return None
 
 
 def fetchable(x: Tensor) -> bool:
     """Whether TMA can read x, which other kernels take with any strides and address."""
-    return x.is_contiguous() and x.data_ptr() % 16 == 0
+    return x.is_contiguous() and is_aligned(x)
 
 
 def forward(config: tuple[int, int], operands: FwdOperands) -> None:

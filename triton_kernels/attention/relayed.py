@@ -25,6 +25,7 @@ from ..hopper.descriptors import SUPPORTED
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import following, overlapping
 from ..runtime.device import Device
+from ..runtime.hardware import WARP, thread_registers
 from .hopper import described, refuse_heads, shared
 from .kernels import attention_bwd_delta_kernel
 from .operands import BwdOperands
@@ -35,7 +36,6 @@ if SUPPORTED:
 DIMS = (32, 64, 128)
 KEEP = 128  # keys of a program: two warpgroups of 64
 _SHARE = 4  # one multiprocessor in so many has a program of the same head, at most
-_THREADS = 12 * 32  # three warps that do not multiply take the registers of four
 
 
 def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
@@ -75,6 +75,7 @@ def backward(config: tuple[int, int], operands: BwdOperands) -> Tensor | None:
         described(qkv, step, d), described(qkv, KEEP, d), described(do, step, d),
         described(dqkv, step, d), described(dqkv, KEEP, d), lse, delta, dq, flags, rows,
         **shared(constants), KEYS=KEEP, STEP=step, SLOTS=slots, num_warps=KEEP // 16,
-        maxnreg=2**16 // _THREADS // 8 * 8, **following(qkv.device),
+        # the three warps that do not multiply take the registers of four
+        maxnreg=thread_registers(12 * WARP), **following(qkv.device),
     )  # fmt: skip
     return rows

@@ -17,6 +17,7 @@ from ..hopper.descriptors import LOADER_REGISTERS, SUPPORTED
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
+from ..runtime.hardware import thread_registers
 from .hopper import described, refuse_heads, shared
 from .operands import FwdOperands
 
@@ -25,7 +26,7 @@ if SUPPORTED:
 
 KEPT_DIMS = (16, 32, 64)  # of 128, results alone take half of a thread's 128 registers
 STREAMED_DIMS = (16, 32, 64, 128)
-_KEPT_REGISTERS = 128  # of a thread, so that programs of 512 together fit a multiprocessor
+_KEPT_THREADS = 512  # of programs that fit a multiprocessor together
 
 
 def refuse_kept(spec: AttentionSpec, gpu: Device) -> str | None:
@@ -46,8 +47,8 @@ def forward_kept(config: tuple[int, int, int], operands: FwdOperands) -> None:
     d = constants["D"]
     attention_fwd_kept_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
         described(qkv, keep, d), described(qkv, step, d), described(o, keep, d), lse,
-        **shared(constants), STEP=step, SLOTS=slots, num_warps=keep // 16, maxnreg=_KEPT_REGISTERS,
-        **overlapping(qkv.device, n * t),
+        **shared(constants), STEP=step, SLOTS=slots, num_warps=keep // 16, 
+        maxnreg=thread_registers(_KEPT_THREADS), **overlapping(qkv.device, n * t),
     )  # fmt: skip
 
 

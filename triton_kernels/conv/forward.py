@@ -16,10 +16,11 @@ from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import Device, describe
+from ..runtime.layout import is_aligned
 from .configs import ConvOperands
 from .hopper import unfused_1x1, unfused_3x3
 from .plain import gather, im2col_fwd, pointer, tf32x3, tma, tma_stride
-from .plain.tma_boxes import aligned, unaddressable
+from .plain.tma_boxes import unaddressable
 from .plain.transpose_weights import transpose_weights
 
 _KEY = ("h", "w", "k", "p", "q", "c", "r", "s", "stride", "dtype")
@@ -113,5 +114,5 @@ def spec_of(operands: ConvOperands) -> ConvSpec:
         n, h, w = (m, 1, 1) if operands.dgrad and tma.worth_transposing(y) else (1, 1, m)
         p, q = h, w
     pixels = {"p": p, "q": q, "stride": stride, "padding": tuple(padding)}
-    whole = aligned(x) and aligned(y) and aligned(weight)
+    whole = is_aligned(x) and is_aligned(y) and is_aligned(weight)
     return ConvSpec(n, dtype, h, w, k, c, r, s, **pixels, filters=(co, ci), aligned=whole)

@@ -31,6 +31,7 @@ from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
 from ..registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec, dtype_name, precision_of
 from ..runtime.device import Device, describe
+from ..runtime.layout import is_aligned
 from . import forward
 from .configs import ConvOperands
 from .fused_spec import forward_spec
@@ -253,7 +254,7 @@ def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:
 
 
 def _check(weight: Tensor, *tensors: Tensor | None) -> None:
-    assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.data_ptr() % 16 == 0
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and is_aligned(weight)
     assert weight.shape[2] % 2 == weight.shape[3] % 2 == 1
     for x in tensors:
         assert x is None or (x.is_contiguous() and x.dtype == weight.dtype)

@@ -14,6 +14,7 @@ from ..registry.choose import expected, select
 from ..registry.kernel import Op
 from ..registry.spec import ConvSpec, WeightGradsSpec, dtype_name, precision_of
 from ..runtime.device import Device, describe
+from ..runtime.layout import is_aligned
 from .configs import SplitKernel, WgradOperands, kernel_of_tile
 from .hopper import fp16_split_wgrad, mma_wgrad, row_wgrad
 from .plain import (
@@ -24,7 +25,6 @@ from .plain import (
     tma_stride,
     tma_wgrad,
 )
-from .plain.tma_boxes import aligned
 
 WEIGHT_GRAD = Op(
     "conv_weight_grad",
@@ -68,7 +68,7 @@ def weight_grad_spec(
     _, p, q, c = dy.shape
     dtype, rounded = dtype_name(x.dtype, precision != "ieee"), weight.dtype != torch.float32
     pixels = {"p": p, "q": q, "stride": stride, "padding": tuple(padding)}
-    whole = aligned(x) and aligned(dy)
+    whole = is_aligned(x) and is_aligned(dy)
     return ConvSpec(
         n, dtype, h, w, k, c, r, s, **pixels, filters=(co, ci), aligned=whole, rounded=rounded
     )

@@ -33,6 +33,7 @@ from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import dtype_name
 from ..runtime.device import Device, describe, on_gpu
+from ..runtime.hardware import THREAD_REGISTERS, WARP
 from . import whole
 from .conv1d_kernels import (
     conv1d_apply_kernel,
@@ -46,7 +47,8 @@ from .stage_spec import StageSpec
 from .weights import Conv
 
 _NUM_WARPS = 4
-_REGISTERS = 255  # that a thread may have. Unless told so ptxas has few loads under way at once
+# Unless told what a thread may have, ptxas has few loads under way at once
+_MANY_LOADS = {"maxnreg": THREAD_REGISTERS}
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -96,7 +98,7 @@ def conv_stage(
             TO=to, CO=co, BTO=_positions(t if conv.transposed else to), BM=bm, TAPS=conv.taps,
             WIDEST=conv.widest,
             STRIDE=conv.stride, TRANSPOSED=conv.transposed, PRECISION=precision, **shape,
-            **options, num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
+            **options, num_warps=_NUM_WARPS, **_MANY_LOADS,
         )  # fmt: skip
         return Outcome(partial, side, kept)
     is_whole = isinstance(config, whole.Cut)
@@ -104,7 +106,7 @@ def conv_stage(
     a = _empty((n, t, parts * slices * cg), dtype=conv.weight.dtype, device=device)
     conv1d_apply_kernel[(slices, n)](
         *pointers, a, *numbers, SPLIT=parts == 2, PRECISION=precision, **shape, **options,
-        num_warps=_NUM_WARPS, maxnreg=_REGISTERS,
+        num_warps=_NUM_WARPS, **_MANY_LOADS,
     )  # fmt: skip
     splits = whole.splits(spec, config) if is_whole else slices * cg // config.channels
     partial = _new((splits, n, co, to), device, last=True)
@@ -217,7 +219,7 @@ def head(
         partial, conv_bias, norm.weight, norm.bias, weight, bias, out, norm.eps, C=c, T=t,
         CPG=c // norm.groups, BT=triton.next_power_of_2(t), SPLITS=partial.shape[0], CX=cx,
         LAST=_is_last(partial),
-        **_launch_options(weight.device), num_warps=8, maxnreg=_REGISTERS,
+        **_launch_options(weight.device), num_warps=8, **_MANY_LOADS,
     )  # fmt: skip
     return out
 
@@ -281,7 +283,7 @@ def _input_arguments(
         "CG": cg,
         "CPG": c // norm.groups if norm else cg,
         # a gather of fewer elements than there are threads does not compile
-        "BT": max(triton.next_power_of_2(t), 32 * _NUM_WARPS // cg),
+        "BT": max(triton.next_power_of_2(t), WARP * _NUM_WARPS // cg),
         "SPLITS": 0 if stem else sums.shape[0],
         "RES_SPLITS": residual.partial.shape[0] if isinstance(residual, Sums) else 0,
         "SCALE": film.scale if film else False,

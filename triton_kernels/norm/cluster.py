@@ -28,10 +28,11 @@ from torch import Tensor
 
 from ..activations import rounded_grad
 from ..hopper.descriptors import SUPPORTED, missing
-from ..registry.cost import REGISTERS, of_passes
+from ..registry.cost import of_passes
 from ..registry.kernel import Kernel, configures
 from ..registry.spec import NormSpec
 from ..runtime.device import Device, describe
+from ..runtime.hardware import WARP, thread_registers
 from .multi_pass import Halves, Params, empty_like, extent, row_strides
 
 if SUPPORTED:
@@ -84,7 +85,7 @@ def _bytes(config: ClusterConfig, hw: int, tensors: int) -> int:
 def _launch(config: ClusterConfig, hw: int, tensors: int) -> dict[str, int]:
     """No more registers than let as many thread blocks on a multiprocessor as its memory does."""
     resident = _MULTIPROCESSOR_BYTES // _bytes(config, hw, tensors)
-    registers = REGISTERS // (32 * config.num_warps * resident) // 8 * 8
+    registers = thread_registers(WARP * config.num_warps * resident)
     registers = min(max(registers, _LEAST_REGISTERS), _MOST_REGISTERS)
     return {"num_warps": config.num_warps, "num_ctas": config.ctas, "maxnreg": registers}
 

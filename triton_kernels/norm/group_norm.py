@@ -33,7 +33,7 @@ from ..activations import check_activation
 from ..registry.choose import select
 from ..registry.kernel import Op
 from ..runtime.device import describe
-from ..runtime.layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels
+from ..runtime.layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels, is_aligned
 from ..runtime.library import derivative, once_differentiable, op
 from .cluster import CLUSTER, CLUSTER_GRAD
 from .multi_pass import KEY, MULTI_PASS, MULTI_PASS_GRAD, Halves, Params, params_grad, spec_of
@@ -54,7 +54,7 @@ def _forward(
     def run(config: tuple) -> Tensor:
         return GROUP_NORM.kernel_of(config).launch(config, *args)[0]
 
-    spec = spec_of(xs, num_groups, aligned=xs[0].data_ptr() % 16 == 0)
+    spec = spec_of(xs, num_groups, aligned=is_aligned(xs[0]))
     choice = select(GROUP_NORM, spec, describe(xs[0].device), run)
     return choice.kernel.launch(choice.config, *args)
 
@@ -68,7 +68,7 @@ def _backward(
     def run(config: tuple) -> Tensor:
         return GROUP_NORM_GRAD.kernel_of(config).launch(config, *args, True)[0][0]
 
-    aligned = xs[0].data_ptr() % 16 == dy.data_ptr() % 16 == 0
+    aligned = is_aligned(xs[0]) and is_aligned(dy)
     spec = spec_of(xs, stats.shape[2], grad=True, dx=needs_x, aligned=aligned)
     choice = select(GROUP_NORM_GRAD, spec, describe(xs[0].device), run)
     return choice.kernel.launch(choice.config, *args, needs_x)

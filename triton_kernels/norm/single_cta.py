@@ -20,6 +20,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
+from ..runtime.hardware import REGISTERS
 from ..runtime.layout import check_nhwc, check_second, row_stride
 from .single_cta_kernels import norm_single_cta_kernel
 
@@ -30,7 +31,6 @@ _PER_WARP, _MIN_WARPS = 1024, 4  # elements
 _PROGRAMS = 2  # a multiprocessor: if there were more, a program has several groups
 _MANY_TILES = 8  # whose sums are as many bytes as the pixels that a program reads
 _HELD = 12  # bytes of registers for each number of a group: it, the result, and where they lie
-_REGISTERS = 2**18  # bytes of them in a multiprocessor
 
 
 @configures("single_cta")
@@ -56,7 +56,7 @@ def _apart(spec: NormSpec, gpu: Device) -> str | None:
         return None
     if max(spec.tiles) < _MANY_TILES:
         return f"there are sums of {max(spec.tiles)} tiles only"
-    programs, fit = spec.n * spec.groups, _PROGRAMS * _lanes(spec) * _HELD <= _REGISTERS
+    programs, fit = spec.n * spec.groups, _PROGRAMS * _lanes(spec) * _HELD <= 4 * REGISTERS
     if not gpu.num_sms <= programs <= _PROGRAMS * gpu.num_sms or not fit:
         return f"{programs} groups do not keep {gpu.num_sms} multiprocessors busy at once"
     return None

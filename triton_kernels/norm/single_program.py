@@ -20,6 +20,7 @@ from ..registry.cost import of_passes
 from ..registry.kernel import Kernel, configures
 from ..registry.spec import NormSpec
 from ..runtime.device import Device
+from ..runtime.hardware import SECTOR, WARP
 from .coefficients import affine, coefficients, normalised_and_dz
 from .multi_pass import Halves, Params, empty_like, row_strides, spec_of
 
@@ -37,7 +38,6 @@ class SingleProgram(NamedTuple):
 _MAX_TILE = 16384  # elements of a program
 _GOOD_TILE = 8192  # twice as large was a fifth slower
 _ROW_CHANNELS = 20  # of a program, if the groups and the image allow
-_ROW_BYTES = 32  # the least that memory delivers
 _ELEMENTS = 64  # of a thread: fewer warps meet sooner at a barrier, and more programs fit
 _LARGE_GRAD = 32  # backward, if the tile is larger than a good one
 
@@ -224,7 +224,7 @@ def _groups_of_a_program(hw: int, c: int, num_groups: int, element_size: int) ->
     if not fitting:
         return 0
     groups, row, _ = fitting[-1]
-    return groups if groups == num_groups or row * element_size >= _ROW_BYTES else 0
+    return groups if groups == num_groups or row * element_size >= SECTOR else 0
 
 
 def _groups(spec: NormSpec) -> int:
@@ -249,7 +249,7 @@ def _default(spec: NormSpec) -> SingleProgram:
     _, block_p, block_c, _ = _blocks(spec, groups)
     tile = block_p * block_c
     elements = _LARGE_GRAD if spec.grad and tile > _GOOD_TILE else _ELEMENTS
-    return SingleProgram(groups, max(tile // (32 * elements), 1))
+    return SingleProgram(groups, max(tile // (WARP * elements), 1))
 
 
 def _configs(spec: NormSpec, gpu: Device) -> list[SingleProgram]:
@@ -260,9 +260,9 @@ def _configs(spec: NormSpec, gpu: Device) -> list[SingleProgram]:
         _, block_p, block_c, _ = _blocks(spec, groups)
         tile = block_p * block_c
         row = groups * spec.c // spec.groups * spec.itemsize
-        whole = spec.groups % groups == 0 and (row >= _ROW_BYTES or groups == spec.groups)
+        whole = spec.groups % groups == 0 and (row >= SECTOR or groups == spec.groups)
         if whole and 1024 <= tile <= _MAX_TILE:
-            warps = [w for w in (1, 2, 4, 8, 16) if 16 <= tile // (32 * w) <= _ELEMENTS]
+            warps = [w for w in (1, 2, 4, 8, 16) if 16 <= tile // (WARP * w) <= _ELEMENTS]
             found += [SingleProgram(groups, w) for w in warps]
     return found
 

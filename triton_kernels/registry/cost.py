@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ..runtime.device import Device
+from ..runtime.hardware import REGISTERS, SECTOR, THREAD_REGISTERS, WARP
 from .spec import Spec
 
 _MEASURED = Path(__file__).parents[1] / "measured"
 # Architectures whose parameters kernels may borrow on one that nobody has fitted
 HOPPER, AMPERE = 90, 80
-REGISTERS = 65536  # of a multiprocessor
 _log = logging.getLogger(__name__)
 
 
@@ -53,21 +53,18 @@ class Work(NamedTuple):
     outside: float = 0.0  # rows of a tile's boxes of which TMA writes some or all as zeros
 
 
-_SECTOR = 32  # bytes that the L2 cache fetches at a time
-
-
 @lru_cache
 def beside_rows(channels: int, block: int, itemsize: int) -> float:
     """Bytes in the sectors of a pixel's channels, loaded in rows of `block`, beside those of the
     rows, on average over pixels: a row that is no multiple of a sector begins or ends in one."""
-    pixels = _SECTOR // math.gcd(channels * itemsize, _SECTOR)
+    pixels = SECTOR // math.gcd(channels * itemsize, SECTOR)
     sectors = 0
     for pixel in range(pixels):
         for begin in range(0, channels, block):
             first = (pixel * channels + begin) * itemsize
             last = (pixel * channels + min(begin + block, channels)) * itemsize - 1
-            sectors += last // _SECTOR - first // _SECTOR + 1
-    return sectors * _SECTOR / pixels - channels * itemsize
+            sectors += last // SECTOR - first // SECTOR + 1
+    return sectors * SECTOR / pixels - channels * itemsize
 
 
 def outside_rows(channels: int, block: int, pixels: int, filters: int, beyond: float) -> float:
@@ -81,13 +78,13 @@ def outside_rows(channels: int, block: int, pixels: int, filters: int, beyond: f
 def programs_at_a_time(shared: int, num_warps: int, gpu: Device, registers: int = 128) -> int:
     """Programs that a multiprocessor holds at a time, of so many bytes of shared memory, and of so
     many registers a thread; 0: there is no room for one."""
-    return min(gpu.shared_memory // shared, REGISTERS // (32 * num_warps * registers))
+    return min(gpu.shared_memory // shared, REGISTERS // (WARP * num_warps * registers))
 
 
 def resident(sums: int, shared: int, num_warps: int, gpu: Device) -> int:
     """The same of programs whose threads have so many sums, and at least 1: a thread has about 100
-    registers beside its sums, of at most 255, and a program 1 KiB that is the driver's."""
-    registers = min(255, sums + 100)
+    registers beside its sums, if there are as many, and a program 1 KiB that is the driver's."""
+    registers = min(THREAD_REGISTERS, sums + 100)
     return max(1, programs_at_a_time(shared + 1024, num_warps, gpu, registers))
 
 

@@ -26,17 +26,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
+from .hardware import WARP
 from .launch_recorder import Launch, compiled_for
 
 _NUMBER = struct.Struct("<i")  # of a launch, in a pipe; negative: one that did not compile
-_WARP = 32
 
 
 class ChipWithoutDriver:
     """What of a driver Triton's compiler asks for."""
 
     def __init__(self, arch: int) -> None:
-        self._target = GPUTarget("cuda", arch, _WARP)
+        self._target = GPUTarget("cuda", arch, WARP)
 
     def get_current_target(self) -> GPUTarget:
         return self._target

@@ -5,6 +5,7 @@ import triton
 from torch import Tensor
 
 from .device import on_gpu
+from .hardware import VECTOR
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INTERPRETED = triton.knobs.runtime.interpret  # as it was when the kernels were loaded
@@ -52,6 +53,11 @@ def check_second(x2: Tensor | None, n: int, h: int, w: int) -> int:
     check_nhwc("x2", x2)
     check_shape("x2", x2, n, h, w, x2.shape[3])
     return x2.shape[3]
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether x begins where a thread, or the TMA unit, loads 16 bytes at once."""
+    return x.data_ptr() % VECTOR == 0
 
 
 def row_stride(x: Tensor | None) -> int:

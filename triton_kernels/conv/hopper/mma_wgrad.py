@@ -26,6 +26,7 @@ from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
+from ...runtime.hardware import thread_registers
 from ..configs import WgradOperands, fewest_of, split_kernel
 from ..plain.tma_boxes import (
     as_one_row,
@@ -41,7 +42,7 @@ if SUPPORTED:
     from .mma_wgrad_kernel import conv_mma_wgrad_kernel
 
 BLOCK = 64  # channels
-_REGISTERS = {2: 128, 3: 80, 4: 64}  # of a thread at first, by the programs of a multiprocessor
+_THREADS = 256  # of a program: those that multiply, and a warp that loads beside as many idle ones
 
 
 @configures("mma_wgrad")
@@ -133,8 +134,8 @@ def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:
         _in_boxes(x, box), _in_boxes(dy, box), partial, ci, p, q, co, count_boxes(box, n, p, q),
         PRODUCTS=1 if precision == "tf32" else 3, TAPS=r * s, S=s, PAD_H=padding[0],
         PAD_W=padding[1], X_BLOCKS=tile.block_x // BLOCK, STAGES=tile.num_stages,
-        AHEAD=tile.read_ahead, num_warps=4, maxnreg=_REGISTERS[tile.programs],
-        **overlapping(x.device),
+        AHEAD=tile.read_ahead, num_warps=4, 
+        maxnreg=thread_registers(tile.programs * _THREADS), **overlapping(x.device),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from ...registry.cost import Work
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
+from ...runtime.layout import is_aligned
 
 if SUPPORTED:
     from .single_tile_kernels import conv_single_tile_kernel
@@ -79,7 +80,7 @@ def conv_single_tile(
         partials = _empty(shape, dtype=torch.float32, device=x.device)
     if n == 0:
         return y, partials
-    assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.data_ptr() % 16 == 0
+    assert weight.permute(0, 2, 3, 1).is_contiguous() and is_aligned(weight)
 
     def in_tiles(t: Tensor) -> object:
         c = t.shape[3]

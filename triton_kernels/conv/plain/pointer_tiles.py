@@ -9,6 +9,7 @@ from ...registry.cost import AMPERE, Work, microseconds, name, parameters, resid
 from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
+from ...runtime.hardware import VECTOR
 from .fused_tiles import box_of, fetched, is_even, programs
 
 
@@ -59,7 +60,7 @@ TILES = [
 ]
 FITTED_BY = ("rows", "sums", "step")  # what parameters of costs belong to
 FEW = 16  # channels
-_UNIT = 8  # channels: 16 bytes, which are fetched at once
+_UNIT = VECTOR // 2  # channels of 16 bits, fetched at once
 # Otherwise numbers are fetched one by one, each with a pointer: larger tiles spill registers
 _OF_SINGLE_NUMBERS = [PointerTile(c, 64, k, 4, 4) for c in (16, 64) for k in (16, 32)]
 OF_FMAS = _OF_SINGLE_NUMBERS  # of float32 that is not in TF32, whose products are unrolled
@@ -67,7 +68,7 @@ OF_FMAS = _OF_SINGLE_NUMBERS  # of float32 that is not in TF32, whose products a
 
 def addressable(gpu: Device, itemsize: int, *channels: int) -> bool:
     """Whether there is a TMA unit that can address tensors of so many channels."""
-    return gpu.tma and not any(c * itemsize % 16 for c in channels)
+    return gpu.tma and not any(c * itemsize % VECTOR for c in channels)
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:

@@ -199,8 +199,3 @@ def refuse_wide_float32(spec: ConvSpec, gpu: Device) -> str | None:
     if (few := min(spec.filters or (spec.k, spec.c))) < 32:
         return f"{few} channels would leave most of a tile to nothing"
     return unaddressable(spec, gpu)
-
-
-def aligned(x: Tensor) -> bool:
-    """Whether x begins at a multiple of 16 bytes, as the TMA unit wants it."""
-    return x.data_ptr() % 16 == 0
