@@ -9,7 +9,15 @@ from ...registry.kernel import CLOCKS
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from .tma import Config
-from .tma_boxes import count_boxes, covering_box, image_box, pixel_box, row_box, spread_row_box
+from .tma_boxes import (
+    count_boxes,
+    covering_box,
+    image_box,
+    pixel_box,
+    row_box,
+    spread_row_box,
+    unfetchable,
+)
 
 
 def serves(
@@ -118,15 +126,9 @@ def is_even(spec: ConvSpec) -> bool:
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why no tile can do it, or None."""
-    if not gpu.tma:
-        return "the GPU has no TMA unit, which fetches its tiles"
     if spec.stride != 1 or spec.r % 2 == 0 or spec.s % 2 == 0:
         return f"it does filters of odd sides and stride 1, not {spec.r}x{spec.s}, {spec.stride}"
-    row = 16 // spec.itemsize
-    channels = (spec.k, spec.c, spec.first or 0, *spec.extra)
-    if odd := [c for c in channels if c % row]:
-        return f"{odd[0]} channels are no multiple of {row}, which is 16 bytes"
-    return None
+    return unfetchable(gpu, spec.itemsize, spec.k, spec.c, spec.first or 0, *spec.extra)
 
 
 def fitting(configs: list[Config], spec: ConvSpec, gpu: Device) -> list[Config]:

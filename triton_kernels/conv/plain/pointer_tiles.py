@@ -11,6 +11,7 @@ from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ...runtime.hardware import VECTOR
 from .fused_tiles import box_of, fetched, is_even, programs
+from .tma_boxes import unfetchable
 
 
 @configures("pointer")
@@ -66,11 +67,6 @@ _OF_SINGLE_NUMBERS = [PointerTile(c, 64, k, 4, 4) for c in (16, 64) for k in (16
 OF_FMAS = _OF_SINGLE_NUMBERS  # of float32 that is not in TF32, whose products are unrolled
 
 
-def addressable(gpu: Device, itemsize: int, *channels: int) -> bool:
-    """Whether there is a TMA unit that can address tensors of so many channels."""
-    return gpu.tma and not any(c * itemsize % VECTOR for c in channels)
-
-
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why no tile can do it, or why that is left to others, or None."""
     if spec.stride != 1 or spec.r % 2 == 0 or spec.s % 2 == 0:
@@ -78,7 +74,7 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.mask and spec.c % 4:
         return f"dropout of {spec.c} channels; four of them share a draw"
     first = () if spec.first is None else (spec.first,)
-    if addressable(gpu, spec.itemsize, spec.k, spec.c, *spec.extra, *first):
+    if unfetchable(gpu, spec.itemsize, spec.k, spec.c, *spec.extra, *first) is None:
         return "the TMA unit of this GPU fetches such tensors"
     return None
 

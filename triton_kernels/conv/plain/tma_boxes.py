@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
+from ...runtime.hardware import VECTOR
 
 _MOST_IMAGES = 16  # of a `covering_box`, each with sums of its own
 _WHOLE_ROW = 128  # pixels of a row that some tile of every list takes whole
@@ -181,13 +182,20 @@ def wgrad_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]
     }
 
 
+def unfetchable(gpu: Device, itemsize: int, *channels: int) -> str | None:
+    """Why the TMA unit cannot fetch tensors of so many channels, or None."""
+    if not gpu.tma:
+        return "the GPU has no TMA unit, which fetches its tiles"
+    if odd := [c for c in channels if c * itemsize % VECTOR]:
+        return f"{odd[0]} channels are no multiple of {VECTOR} bytes, which the TMA unit wants"
+    return None
+
+
 def unaddressable(spec: ConvSpec, gpu: Device) -> str | None:
     """Why the TMA unit cannot fetch what a convolution reads and writes, or None."""
-    if not gpu.tma:
-        return "the GPU has no TMA unit"
-    if odd := [c for c in (spec.k, spec.c) if c * spec.itemsize % 16]:
-        return f"{odd[0]} channels are no multiple of 16 bytes, which the TMA unit wants"
-    return None if spec.aligned else "tensors do not begin at multiples of 16 bytes"
+    if reason := unfetchable(gpu, spec.itemsize, spec.k, spec.c):
+        return reason
+    return None if spec.aligned else f"tensors do not begin at multiples of {VECTOR} bytes"
 
 
 def refuse_wide_float32(spec: ConvSpec, gpu: Device) -> str | None:

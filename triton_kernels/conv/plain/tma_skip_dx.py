@@ -21,7 +21,7 @@ from .products import multiply, tile_origin, whole_sum
 from .skip_dx_tiles import NormSums, SkipOperands, box_of, fitting
 from .tile_edges import count_tiles, tile_number, zero_outside
 from .tma import Config
-from .tma_boxes import count_boxes, in_boxes, is_ragged, tile_sizes
+from .tma_boxes import count_boxes, in_boxes, is_ragged, tile_sizes, unfetchable
 
 CONFIGS = [
     Config(64, 64, 64, 4, 2),
@@ -242,12 +242,7 @@ def _of_norm(
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why the TMA unit cannot fetch what it reads, or None."""
-    if not gpu.tma:
-        return "the GPU has no TMA unit, which fetches its tiles"
-    row = 16 // spec.itemsize
-    if odd := [c for c in (spec.k, spec.c, spec.first) if c % row]:
-        return f"{odd[0]} channels are no multiple of {row}, which is 16 bytes"
-    return None
+    return unfetchable(gpu, spec.itemsize, spec.k, spec.c, spec.first)
 
 
 def _configs(spec: ConvSpec, gpu: Device) -> list[Config]:
