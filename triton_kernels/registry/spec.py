@@ -20,7 +20,7 @@ _NAMES = {
 FEW_IMAGES = 4
 WHOLE_PIXELS = 256  # of an image whose groups a norm reads whole, and may add parts of
 MOST_CHANNELS = 8192  # of a pixel that one program normalises: 16 elements a thread
-_BYTES = {"bf16": 2, "fp16": 2, "tf32": 4, "fp32": 4, "fp64": 8}
+_BYTES = {name: dtype.itemsize for dtype, name in _NAMES.items()} | {"tf32": 4}
 
 
 # What the epilogue of a convolution may add to the sum, by the fields of `ConvSpec`. A kernel says
