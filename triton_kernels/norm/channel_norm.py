@@ -21,7 +21,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import MOST_CHANNELS, ChannelNormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
-from ..runtime.layout import DTYPES, check_nhwc, check_shape
+from ..runtime.layout import check_affine, check_nhwc
 from ..runtime.library import derivative, once_differentiable, op
 from .channel_norm_kernels import channel_norm_bwd_kernel, channel_norm_fwd_kernel
 from .multi_pass import Params, params_grad, row_strides
@@ -307,17 +307,5 @@ def channel_norm(
     n, _, _, c = x.shape
     if _is_wide(c):
         raise ValueError(f"x has {c} channels; expected at most {MOST_CHANNELS}")
-    for name, param, shape in (
-        ("weight", weight, (c,)),
-        ("bias", bias, (c,)),
-        ("scale", scale, (n, c)),
-        ("shift", shift, (n, c)),
-    ):
-        if param is None:
-            continue
-        check_shape(name, param, *shape)
-        if param.dtype not in DTYPES:
-            raise ValueError(f"{name} is {param.dtype}; expected float32, float16 or bfloat16")
-        if param.stride(-1) != 1 and c > 1:
-            raise ValueError(f"{name} has strides {param.stride()}; expected channels side by side")
+    check_affine(n, c, weight, bias, scale, shift)
     return _channel_norm(x, weight, bias, scale, shift, eps, centred, eps_in, activation)

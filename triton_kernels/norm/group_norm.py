@@ -33,7 +33,7 @@ from ..activations import check_activation
 from ..registry.choose import select
 from ..registry.kernel import Op
 from ..runtime.device import describe
-from ..runtime.layout import DTYPES, check_nhwc, check_second, check_shape, has_kernels, is_aligned
+from ..runtime.layout import check_affine, check_nhwc, check_second, has_kernels, is_aligned
 from ..runtime.library import derivative, once_differentiable, op
 from .cluster import CLUSTER, CLUSTER_GRAD
 from .multi_pass import KEY, MULTI_PASS, MULTI_PASS_GRAD, Halves, Params, params_grad, spec_of
@@ -179,19 +179,7 @@ def group_norm(
         raise ValueError(f"x2 is {x2.dtype}; expected {x.dtype}, which x is")
     if not 1 <= num_groups <= c or c % num_groups != 0:
         raise ValueError(f"num_groups is {num_groups}; expected a divisor of the {c} channels of x")
-    for name, param, shape in (
-        ("weight", weight, (c,)),
-        ("bias", bias, (c,)),
-        ("scale", scale, (n, c)),
-        ("shift", shift, (n, c)),
-    ):
-        if param is None:
-            continue
-        check_shape(name, param, *shape)
-        if param.dtype not in DTYPES:
-            raise ValueError(f"{name} is {param.dtype}; expected float32, float16 or bfloat16")
-        if param.stride(-1) != 1 and c > 1:
-            raise ValueError(f"{name} has strides {param.stride()}; expected channels side by side")
+    check_affine(n, c, weight, bias, scale, shift)
     y, _ = _group_norm(x, x2, weight, bias, scale, shift, num_groups, eps, activation)
     return y
 

@@ -60,6 +60,26 @@ def is_aligned(x: Tensor) -> bool:
     return x.data_ptr() % VECTOR == 0
 
 
+def check_affine(
+    n: int,
+    c: int,
+    weight: Tensor | None,  # [C]
+    bias: Tensor | None,  # [C]
+    scale: Tensor | None,  # [N, C], rows any distance apart
+    shift: Tensor | None,  # [N, C]
+) -> None:
+    """Raise ValueError unless a norm may be multiplied with these, and they added to it."""
+    rows = {"scale": scale, "shift": shift}
+    for name, param in {"weight": weight, "bias": bias, **rows}.items():
+        if param is None:
+            continue
+        check_shape(name, param, *((n, c) if name in rows else (c,)))
+        if param.dtype not in DTYPES:
+            raise ValueError(f"{name} is {param.dtype}; expected float32, float16 or bfloat16")
+        if param.stride(-1) != 1 and c > 1:
+            raise ValueError(f"{name} has strides {param.stride()}; expected channels side by side")
+
+
 def row_stride(x: Tensor | None) -> int:
     """Elements between the rows of x [N, C], whose channels have to lie side by side; 0 if it is
     absent."""
