@@ -6,6 +6,7 @@ Triton and the ptxas in its wheel need no GPU to compile. What is compiled are l
 recorded (`record_cases`, which writes `recorded_cases.jsonl`). Each line there is a case:
 
     arch       the chip that it was recorded for
+    job        the first that launches it there
     kernel     "package.module:_kernel"
     signature  {argument: type}, as in Triton: "*bf16", "i32", "tensordesc<bf16[1,4,32,64]>"
     constexprs {argument: value}; None for an absent pointer. Every argument is in one of the two.

@@ -39,7 +39,12 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     ],
     "attention_bwd_relayed_kernel": _REGISTERS,
     "attention_fwd_head_kernel": [({"T": 256}, _REGISTERS._replace(spills=64)), ({}, _REGISTERS)],
-    "attention_fwd_kernel": [(_FMA, Expect(wgmma=False)), ({}, Expect(wgmma="registers"))],
+    "attention_fwd_kernel": [
+        (_FMA, Expect(wgmma=False)),
+        ({"arch": 80, "BLOCK_M": 128, "BLOCK_N": 128}, Expect(spills=4)),
+        ({"arch": 89, "BLOCK_M": 128, "BLOCK_N": 128}, Expect(spills=4)),
+        ({}, Expect(wgmma="registers")),
+    ],
     "attention_fwd_kept_kernel": _REGISTERS,
     "attention_fwd_streamed_kernel": _REGISTERS,
     "_im2col_fwd_kernel": _NONE,
@@ -68,6 +73,7 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "_conv2d_wgrad_gather_kernel": [
         ({"SPLIT": True}, Expect(wgmma="registers", tma=False)),
         (_EXACT, Expect(wgmma=False, tma=False)),
+        ({"BLOCK_CO": 16}, Expect(wgmma=False, tma=False)),  # as above
         ({}, Expect(wgmma=True, tma=False)),
     ],
     "_conv2d_wgrad_tma_kernel": _SHARED,
@@ -121,10 +127,15 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({}, _SHARED._replace(spills=108)),  # of the words of a mask
     ],
     "_group_norm_bwd_params_kernel": [({"arch": 120}, Expect(spills=8)), ({}, Expect())],
+    "group_norm_cluster_fwd_kernel": [({"TILES": 16}, Expect(spills=4)), ({}, Expect())],
     "_fp16_split_kernel": Expect(tma=False),
     "_largest_kernel": Expect(tma=False),
     "norm_apply_kernel": Expect(narrow=False),
     "norm_attention_kernel": _REGISTERS,
+    "norm_single_cta_kernel": [  # sums of eight parts, of 28 channels and 256 pixels
+        ({"SPLITS": 8, "CG": 28, "BLOCK_P": 256}, Expect(spills=244)),
+        ({}, Expect()),
+    ],
     "norm_dx_kernel": [({"TILES": 4, "BLOCK_P": 16}, Expect(spills=4)), ({}, Expect())],
     "_pointwise_wgrad_kernel": _NONE,
     "_qkv_attention_kernel": [({"BLOCK_T": 16}, _NONE), ({}, _REGISTERS)],

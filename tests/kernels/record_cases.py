@@ -1,29 +1,31 @@
 """Write `recorded_cases.jsonl`: what launchers launch, so that it can be compiled without them.
 
     python -m tests.kernels.record_cases
+    python -m tests.kernels.record_cases job="small ops"     prints all that this job launches
 
 Jobs are rehearsed for a GPU of each kind (`triton_kernels.runtime.launch_recorder`): training
 steps, evaluations and calls of a policy as `benchmarks.goldens` has them, the public ops over the
 shapes of a model, and a few calls of what none of these uses. Of the launches of each kernel so
-many are kept as show most of what launchers vary, more on a Hopper GPU than on others. It takes
-some minutes, and no GPU. Run it when a launcher, a kernel's arguments or measured rows have changed
-what is launched; `test_compile.py` says so if a kernel is missing or has other arguments.
+many are kept as show what launchers vary, on a Hopper GPU all of it (`recorded_choice`). The same
+tree gives the same file. It takes five minutes or more, and no GPU. Run it when a launcher, a
+kernel's arguments or measured rows have changed what is launched, and do not patch the file by
+hand: what a patch keeps of a kernel, the next recording may not. `test_compile.py` says so if a
+kernel is missing or has other arguments.
 """
 
-import inspect
 import json
+import math
 import os
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import yaml
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
-from triton.runtime.jit import create_function_from_signature
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import triton_kernels
 from benchmarks import goldens
@@ -35,11 +37,12 @@ from triton_kernels.runtime.device import Device
 from triton_kernels.runtime.launch_recorder import Launch, rehearsal
 
 from .compile_only import RECORDED, box_layout
-from .recorded_choice import covering
+from .recorded_choice import covering, multiplies
 
-# By chip: what is recorded there, and the most cases of a kernel that multiplies and of another
+# By chip: what is recorded there, and the most cases of a kernel that multiplies and of another.
+# Products are other instructions on each; all else is the same code on 80 and 89, 90 and 100.
 _CHIPS = {90: "h100", 80: "a100", 120: "rtx5090", 89: "rtx4090", 100: "b200"}
-_MOST = {90: (5, 2), 80: (1, 1), 120: (1, 1), 89: (1, 0), 100: (1, 0)}
+_MOST = {90: (math.inf, math.inf), 80: (2, 1), 120: (2, 1), 89: (1, 0), 100: (1, 0)}
 _FEW = (
     "train unet64 8",
     "draw unet64 1",
@@ -50,27 +53,51 @@ _FEW = (
 
 
 def main() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)
-    kept: list[dict[str, Any]] = []
-    for arch, name in _CHIPS.items():
-        found = defaultdict(list)
-        for launch in _launches(CHIPS[name].gpu, arch):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("compiled kernels are recorded: unset TRITON_INTERPRET")
+    only = dict(word.split("=", 1) for word in sys.argv[1:]).get("job")
+    if only is not None and only not in _jobs(90):
+        sys.exit(f"no job is {only!r}; there are {', '.join(_jobs(90))}")
+    lines: list[str] = []
+    for arch in _CHIPS:
+        jobs = _jobs(arch)
+        if only is not None:
+            jobs = {only: jobs[only]} if only in jobs else {}
+        found = recorded(arch, jobs)
+        kept = [
+            case
+            for _, (kernel, cases) in sorted(found.items())
+            for case in (cases if only else covering(cases, _MOST[arch][not multiplies(kernel)]))
+        ]
+        lines += (json.dumps(case, separators=(",", ":")) for case in kept)
+        print(arch, len(found), "kernels", len(kept), "cases", file=sys.stderr, flush=True)
+    if only is not None:
+        print(*lines, sep="\n")
+    else:
+        RECORDED.write_text("".join(f"{line}\n" for line in lines))
+
+
+def recorded(
+    arch: int, jobs: dict[str, Callable[[], Any]]
+) -> dict[str, tuple[JITFunction, list[dict[str, Any]]]]:
+    """By name: the kernels that these jobs launch on a chip, and the cases of each, which say the
+    first job that has them."""
+    found: dict[str, tuple[JITFunction, list[dict[str, Any]]]] = {}
+    known = set()
+    for name, job in jobs.items():
+        for launch in _rehearsed(CHIPS[_CHIPS[arch]].gpu, job):
             case = as_case(launch, arch)
-            if case not in found[case["kernel"]]:
-                found[case["kernel"]].append(case)
-        for kernel in sorted(found):
-            kept += covering(found[kernel], _MOST[arch][not _multiplies(kernel)])
-        print(
-            arch, len(found), "kernels", sum(c["arch"] == arch for c in kept), "cases", flush=True
-        )
-    lines = (json.dumps(case, separators=(",", ":")) for case in kept)
-    RECORDED.write_text("".join(f"{line}\n" for line in lines))
+            if (text := json.dumps(case)) not in known:
+                known.add(text)
+                _, cases = found.setdefault(case["kernel"], (launch.kernel, []))
+                cases.append({"arch": arch, "job": name} | case)
+    return found
 
 
-def _launches(gpu: Device, arch: int) -> Iterator[Launch]:
+def _jobs(arch: int) -> dict[str, Callable[[], Any]]:
+    """By name, what is recorded on a chip."""
     jobs = {k: job for k, job in goldens.jobs().items() if arch == 90 or k in _FEW}
-    for job in (*jobs.values(), _ops, *_others()):
-        yield from _rehearsed(gpu, job)
+    return jobs | {"public ops": _ops} | _others()
 
 
 def _rehearsed(gpu: Device, job: Callable[[], Any]) -> list[Launch]:
@@ -84,26 +111,32 @@ def _ops() -> None:
         run()
 
 
-def _others() -> Iterator[Callable[[], None]]:
+def _others() -> dict[str, Callable[[], None]]:
     """What no configuration of a model here has."""
-    yield _small_ops
-    yield _cross_attention
-    yield _long_attention
-    yield _channel_norms
-    yield _linear_attention
     network = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1}
     network |= {"attention_resolutions": [2], "num_head_channels": 16}
-    for options in (
-        {"dropout": 0.1},
-        {"dropout": 0.1, "use_scale_shift_norm": True, "conv_resample": True},
-        {"model_channels": 36, "num_head_channels": 36, "num_groups": 4},  # no multiple of 8
-        {"num_head_channels": 128, "model_channels": 128},
-        {"num_head_channels": 48, "model_channels": 96},  # no multiple of 64
-    ):
-        yield lambda o=options: _train(network | o)
+    film = {"dropout": 0.1, "use_scale_shift_norm": True, "conv_resample": True}
+    by_8 = {"model_channels": 36, "num_head_channels": 36, "num_groups": 4}
     odd = {"model_channels": 18, "num_head_channels": 18, "num_groups": 6}
-    for options in ({"dropout": 0.1}, odd):
-        yield lambda o=options: _train(network | o, "fp32")
+    trained = {
+        "dropout": ({"dropout": 0.1}, "bf16"),
+        "FiLM and dropout": (film, "bf16"),
+        "channels no multiple of 8": (by_8, "bf16"),
+        "heads of 128": ({"num_head_channels": 128, "model_channels": 128}, "bf16"),
+        "channels no multiple of 64": ({"num_head_channels": 48, "model_channels": 96}, "bf16"),
+        "dropout in fp32": ({"dropout": 0.1}, "fp32"),
+        "odd channels in fp32": (odd, "fp32"),
+    }
+    return {
+        "small ops": _small_ops,
+        "cross-attention": _cross_attention,
+        "long attention": _long_attention,
+        "channel norms": _channel_norms,
+        "linear attention": _linear_attention,
+    } | {
+        f"train {name}": lambda o=options, p=precision: _train(network | o, p)
+        for name, (options, precision) in trained.items()
+    }
 
 
 def _cross_attention() -> None:
@@ -199,7 +232,7 @@ def _small_ops() -> None:
 
 
 def as_case(launch: Launch, arch: int) -> dict[str, Any]:
-    """As `compile_only` wants it."""
+    """As `compile_only` wants it, but for the chip and the job."""
     kernel = launch.kernel
     backend = make_backend(GPUTarget("cuda", arch, 32))
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -212,7 +245,6 @@ def as_case(launch: Launch, arch: int) -> dict[str, Any]:
     )
     names = kernel.arg_names
     return {
-        "arch": arch,
         "kernel": f"{kernel.fn.__module__}:{kernel.fn.__name__}",
         "signature": {n: _short(kind) for n, kind in signature.items() if kind != "constexpr"},
         "constexprs": {names[place[0]]: _plain(value) for place, value in constants.items()},
@@ -238,12 +270,6 @@ def _short(kind: str) -> str:
     shape = [int(size) for size in box[2].split(",")]
     assert box[3] == repr(box_layout(box[1], shape)), box[3]
     return f"tensordesc<{box[1]}{shape}>".replace(" ", "")
-
-
-def _multiplies(kernel: str) -> bool:
-    """Whether there are products in its file."""
-    text = inspect.getsource(sys.modules[kernel.split(":")[0]])
-    return "tl.dot(" in text or "warpgroup_mma" in text or "mma_v2" in text
 
 
 if __name__ == "__main__":
