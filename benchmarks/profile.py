@@ -58,7 +58,7 @@ DEFAULTS = {
 _BY_KERNEL = (
     ("optimizer", r"adamw|fused_?adam|square_sum|multi_tensor|lpnorm"),
     ("layout", r"nchwToNhwc|nhwcToNchw|nchw_?to|nhwc_?to"),
-    ("attention", r"attention|flash|fmha|sdpa"),
+    ("attention", r"attention|flash|fmha|sdpa|^linear_(context|merge|bwd)"),
     (
         "denoise",
         r"q_sample|denoise|^_draw_|^_normal_kernel|mse_loss|randn|randint",
@@ -68,7 +68,7 @@ _BY_KERNEL = (
     ("conv fwd", r"fprop|conv_(pointer_)?forward"),
     (
         "norm",
-        r"group_?norm|^_?norm_|^_segment_sums|^_skip_dx"
+        r"(group|channel)_?norm|^_?norm_|^_segment_sums|^_skip_dx"
         r"|^_sum_parts_|^_join_kernel|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
     ),
     ("resample", r"^_(gather|spread)_kernel|^_?resample|pool|upsample|interpolate"),

@@ -53,6 +53,8 @@ _FAMILIES = {
         "attention_forward",
         "projected_attention",
         "attention_backward",
+        "linear_attention_forward",
+        "linear_attention_backward",
         "cross_attention_forward",
         "cross_attention_backward",
     ),
@@ -74,6 +76,7 @@ _REWRITTEN = {  # arguments that are read and written
     "linear_grads": (3, 4),
 }
 _PRODUCTS = {"attention_forward": 2, "attention_backward": 5}  # T x T x d
+_OF_HEADS = {"linear_attention_forward": 2, "linear_attention_backward": 4}  # T x d x d
 # T x L x d, and where kv is among the arguments
 _CROSS_PRODUCTS = {"cross_attention_forward": (2, 1), "cross_attention_backward": (5, 2)}
 
@@ -160,6 +163,8 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         n, t, c = args[0].shape  # of forward: [N, T, 3C], of backward: [N, T, C]
         c = c if name == "attention_backward" else c // 3
         return _PRODUCTS[name] * 2 * n * t * t * c
+    if name in _OF_HEADS:
+        return _OF_HEADS[name] * 2 * args[0].numel() * args[0].shape[3]
     if name in _CROSS_PRODUCTS:
         products, at = _CROSS_PRODUCTS[name]
         return products * 2 * args[0].numel() * args[at].shape[1]

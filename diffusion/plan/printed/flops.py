@@ -25,7 +25,7 @@ def flops_of(node: Node) -> int:
         return (10 if "dy" in inputs else 4) * math.prod(keys.shape[1:-1]) * o.numel
     if op in ("linear_attention", "linear_attention_grad"):
         each = inputs.get("dy", out)
-        return (10 if "dy" in inputs else 4) * each.numel * each.shape[-1] // node.attrs["heads"]
+        return (8 if "dy" in inputs else 4) * each.numel * each.shape[-1] // node.attrs["heads"]
     if op in ("conv_dw", "linear_dw"):
         return 2 * _pixels(inputs["dy"]) * out.numel
     if op == "stage":  # sums [..., N, C, T]
