@@ -4,6 +4,8 @@
   now.
 - Norms over channels that a module writes itself become one node (`norms_by_hand`).
 - A norm and the following activation become one node, with the embedding's scale and shift (FiLM).
+- The scale of attention is the usual one where a norm over channels that makes its queries can have
+  what it differs by.
 - Casts around a norm are removed, since its statistics are in float32 anyway.
 - Biases are added in float32 before a result is rounded.
 - Zeros around an image become the convolution's padding.
@@ -18,7 +20,7 @@ from .norms_by_hand import find_norms
 
 def canonicalise(graph: Graph) -> None:
     """Apply all of them, in place."""
-    for rewrite in (_constants, once, _casts, _biases, find_norms, _norms, _padding):
+    for rewrite in (_constants, once, _casts, _biases, find_norms, _norms, _scales, _padding):
         rewrite(graph)
         graph.prune()
     graph.sort()
@@ -128,6 +130,8 @@ def _absorb_reader(graph: Graph, norm: Node) -> bool:
         norm.attrs["activation"] = reader.attrs["activation"]
     elif reader.op == "cast" and _is_written_as(norm, reader.out.dtype):
         pass
+    elif norm.op == "channel_norm" and reader.op == "reshape":
+        return _before_reshape(graph, norm, reader)
     elif norm.op == "channel_norm" and plain and _absorb_affine(graph, norm, reader):
         pass
     elif reader.op in ("mul", "add") and plain and _is_film(norm, reader):
@@ -151,6 +155,41 @@ def _is_written_as(norm: Node, dtype: torch.dtype) -> bool:
     if norm.op == "channel_norm":  # whose kernels write any
         return dtype.is_floating_point
     return norm.inputs["x"].dtype == dtype
+
+
+def _before_reshape(graph: Graph, norm: Node, reshape: Node) -> bool:
+    """Let what reads a norm of the rows of heads, which a reshape joins, read it before that: a
+    number or a type for all, or a vector of each head's channels."""
+    reader, *others = graph.consumers().get(reshape.out, [None])
+    if reader is None or others or reader.op not in ("affine", "cast", "mul"):
+        return False
+    inputs = {"x": norm.out}
+    if reader.op == "mul":
+        row = _of_each_head(graph, reader, norm.out)
+        if row is None or reader.inputs["a"] is not reshape.out:
+            return False
+        inputs = {"a": norm.out, "b": row}
+    spec = {"y": (norm.out.shape, reader.out.dtype)}
+    moved = graph.new(reader.op, inputs, spec, reader.source, **reader.attrs)
+    graph.nodes.remove(reshape)
+    at = graph.nodes.index(reader)
+    graph.nodes[at : at + 1] = [moved, reshape]
+    reshape.inputs, reshape.outputs = {"x": moved.out}, {"y": reader.out}
+    return True
+
+
+def _of_each_head(graph: Graph, product: Node, rows: Value) -> Value | None:
+    """The vector [1, ..., 1, d] of which a product's second factor [1, ..., 1, heads d] has one
+    copy for each head."""
+    d, other = rows.shape[-1], product.inputs["b"]
+    maker = graph.producers().get(other)
+    if maker is None or maker.op != "layout" or other.numel != other.shape[-1]:
+        return None
+    repeated = maker.attrs == {"pieces": ((other.numel // d, 0), (d, 1)), "offset": 0}
+    if not repeated or maker.inputs["x"].numel != d:
+        return None
+    shape = (*(1 for _ in rows.shape[:-1]), d)
+    return _insert(graph, product, "reshape", maker.inputs["x"], shape)
 
 
 def _absorb_affine(graph: Graph, norm: Node, reader: Node) -> bool:
@@ -205,6 +244,24 @@ def _insert(graph: Graph, before: Node, op: str, x: Value, shape, **attrs) -> Va
     node = graph.new(op, {"x": x}, {"y": (shape, x.dtype)}, before.source, **attrs)
     graph.nodes.insert(graph.nodes.index(before), node)
     return node.out
+
+
+def _scales(graph: Graph) -> None:
+    """Kernels have the scale 1 / sqrt(d): a norm of each head's queries takes the rest of another,
+    as where queries and keys have the length 1."""
+    producers, consumers = graph.producers(), graph.consumers()
+    for node in [node for node in graph.nodes if node.op == "attention" and "q" in node.inputs]:
+        value, alone = node.inputs["q"], True
+        while alone and (maker := producers.get(value)) is not None and maker.op == "reshape":
+            alone, value = len(consumers[value]) == 1, maker.inputs["x"]
+        norm = producers.get(value)
+        if norm is None or norm.op != "channel_norm" or not alone or len(consumers[value]) > 1:
+            continue
+        linear = not {"bias", "shift"} & set(norm.inputs)
+        if linear and norm.attrs["activation"] == "identity" and node.attrs["scale"] > 0:
+            usual = (node.inputs["q"].shape[-1] / node.attrs["heads"]) ** -0.5
+            norm.attrs["factor"] *= node.attrs["scale"] / usual
+            node.attrs["scale"] = usual
 
 
 def _padding(graph: Graph) -> None:

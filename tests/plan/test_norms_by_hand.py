@@ -22,7 +22,7 @@ class Norm(nn.Module):
         super().__init__()
         self.function, self.conv = function, nn.Conv2d(3, C, 3, padding=1)
         self.g, self.b = (nn.Parameter(torch.randn(1, C, 1, 1)) for _ in range(2))
-        self.film = nn.Linear(5, 2 * C)
+        self.film, self.head = nn.Linear(5, 2 * C), nn.Parameter(torch.randn(C // 2))
 
     def forward(self, x: Tensor, t: Tensor) -> Tensor:
         self.t = self.film(t)[:, :, None, None].chunk(2, dim=1)
@@ -54,8 +54,9 @@ def _variance(m: Norm, x: Tensor) -> Tensor:
 
 
 def _of_heads(m: Norm, x: Tensor) -> Tensor:
+    """With a number, or a vector of the channels of a head, as imagen-pytorch has it."""
     q = _last(x).reshape(x.shape[0], -1, 2, C // 2).permute(0, 2, 1, 3)
-    return F.normalize(q, dim=-1)
+    return F.normalize(q, dim=-1) * 3 * m.head
 
 
 def _edm2(x: Tensor) -> Tensor:
@@ -89,6 +90,9 @@ FORMS: dict[str, Callable[[Norm, Tensor], Tensor]] = {
     ),
     "layer_norm over two axes": lambda m, x: F.layer_norm(_last(x), (x.shape[3], C)),
     "by the variance": _variance,
+    "as under autocast": lambda m, x: (  # on a GPU, where PyTorch's norm is in the wider type
+        (x / x.double().norm(2, 1, keepdim=True).clamp_min(1e-12).expand_as(x)) * m.g * C**0.5
+    ),
     "ConvNeXt": _convnext,
 }
 # which are no norm over channels, or not of what they divide
@@ -147,6 +151,24 @@ def test_what_a_norm_takes(n):
     (norm,) = (node for node in compared.graph.nodes if node.op == "channel_norm")
     expected = {"x", "weight", "bias", "scale"} | ({"shift"} if n == 1 else set())
     assert set(norm.inputs) == expected
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_attention_of_normed_queries_has_the_usual_scale(shared):
+    """Unless another reads the queries, too."""
+
+    class Attends(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            q, k = (F.normalize(y, dim=-1) for y in (x.unflatten(-1, (2, 4)), x))
+            q = q.transpose(1, 2)
+            k = k.unflatten(-1, (2, 4)).transpose(1, 2)
+            o = F.scaled_dot_product_attention(q, k, k, scale=8.0)
+            return o + q if shared else o
+
+    compared = compare(Attends(), (torch.randn(2, 5, 8).double(),))
+    assert compared.error() < 1e-9
+    (node,) = (node for node in compared.graph.nodes if node.op == "attention")
+    assert node.attrs["scale"] == (8.0 if shared else 0.5)
 
 
 def test_gradients_of_what_is_beside_it():
