@@ -85,6 +85,8 @@ class Accelerated(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # to a file, which has no plans
+            return self.module(*args, **kwargs)
         call = self._hidden if "torch._dynamo" in sys.modules else self._call
         return call(*args, **kwargs)
 

@@ -29,6 +29,7 @@ class Plan:
     traced: Traced
     schedule: Schedule
     backward: Backward | None  # None: it only evaluates
+    retained: bool = False  # whether a backward pass was asked to keep what it reads
 
     @property
     def graph(self) -> Graph:

@@ -16,7 +16,7 @@ from .graph import Value
 from .launch.table import launch_kernels, launch_reference
 from .replay import Replay
 
-_TWICE = "backward through a plan a second time: its values are gone"
+_TWICE = "backward through a plan a second time: its values are gone; those of the next call stay"
 
 
 def launcher(device: torch.device) -> Callable:
@@ -102,9 +102,13 @@ class Planned(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         made: Plan = ctx.made
         backward, graph = made.backward, made.graph
-        tensors = ctx.saved_tensors  # raises if one has changed
+        tensors = ctx.saved_tensors  # raises if one has changed, or if this is over
+        keeps = torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph
+        made.retained |= keeps
+        if keeps and ctx.replay is not None and not {"draw", "dropout"} & set(graph.count()):
+            _launch_again(ctx, tensors)
         if ctx.replay is None:
-            values = _launched_backward(ctx, dys, tensors[0].device)
+            values = _launched_backward(ctx, dys, tensors[0].device, keeps)
         elif ctx.replay.is_done:
             raise RuntimeError(_TWICE)
         else:
@@ -119,14 +123,22 @@ class Planned(torch.autograd.Function):
         return None, None, None, None, *(None if g is None else values[g] for g in grads)
 
 
+def _launch_again(ctx: Any, tensors: Sequence[Tensor]) -> None:
+    """What backward reads is in memory that the graph of backward writes over: for more than one of
+    them it is made anew."""
+    count = len(ctx.made.graph.inputs)
+    given = list(tensors[:count]), list(tensors[count:])
+    _, ctx.values = evaluate(ctx.made, *given, ctx.launch)
+    ctx.results, ctx.versions = [], []  # of the graphs these are copies
+    ctx.replay.is_done, ctx.replay = True, None
+
+
 def _launched_backward(
-    ctx: Any, dys: Sequence[Tensor | None], device: torch.device
+    ctx: Any, dys: Sequence[Tensor | None], device: torch.device, keeps: bool
 ) -> dict[Value, Tensor]:
     """The values that the backward pass makes, launched one by one."""
     made: Plan = ctx.made
-    if ctx.values is None:
-        raise RuntimeError(_TWICE)
-    values, ctx.values = ctx.values, None
+    values, ctx.values = ctx.values, dict(ctx.values) if keeps else None
     _refuse_written(made, values, ctx.results, ctx.versions)
     for value, dy in zip(made.graph.outputs, dys, strict=True):
         seed = made.backward.seeds.get(value)

@@ -10,6 +10,8 @@ them:
 - What backward reads stays in memory of the graphs, which all graphs of a module share. So while a
   forward pass waits for its backward pass, other calls of the module are launched one by one, as
   are the first calls of each plan, all on a CPU, and those within a capture of the caller's own.
+- The graph of backward writes over what it has read. Once a plan's backward was asked to keep that
+  (retain_graph), its calls are launched.
 """
 
 import logging
@@ -53,7 +55,7 @@ class Replays:
     def of(self, made: Plan, tensors: Sequence[Tensor], fixed: Sequence[int]) -> "Replay | None":
         """The graphs for a call, whose tensors with these numbers are parameters; None: it is
         launched. The call has them until its `Replay` is done, or nobody has that any more."""
-        if not _is_ready(tensors) or not may_be_captured(made):
+        if not _is_ready(tensors) or made.retained or not may_be_captured(made):
             return None
         with self._lock:
             using = None if self._using is None else self._using()

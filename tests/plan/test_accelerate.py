@@ -346,12 +346,33 @@ def test_refusals_say_why():
         accelerate(lambda x: x)
 
 
-def test_a_second_backward_and_changed_parameters_raise():
-    net = nn.Conv2d(3, 4, 3)
-    y = accelerate(net)(torch.randn(1, 3, 8, 8)).sum()
-    y.backward(retain_graph=True)
+def test_backward_again():
+    """With retain_graph the same gradients, to the bit; of two losses those of each, as an
+    adversarial loss is balanced. Without it PyTorch raises."""
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.SiLU(), nn.Conv2d(8, 3, 3))
+    x, weight = torch.randn(2, 3, 9, 8), module[3].weight
+    y, z = accelerate(module)(x), module(x)
+    for loss in (torch.square, torch.cos):
+        grads = [torch.autograd.grad(loss(y).sum(), weight, retain_graph=True) for _ in range(2)]
+        assert torch.equal(*map(torch.stack, grads))
+        theirs = torch.autograd.grad(loss(z).sum(), weight, retain_graph=True)
+        torch.testing.assert_close(grads[0], theirs)
+    y.sum().backward()
     with pytest.raises(RuntimeError, match="second time"):
-        y.backward()
+        y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_exported_as_the_module():
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8), nn.SiLU())
+    fast, x, other = accelerate(module), *torch.randn(2, 2, 3, 6, 5)
+    made = [torch.export.export(fast, (x,), strict=strict).module() for strict in (False, True)]
+    for program in (*made, torch.jit.trace(fast, (x,), check_trace=False)):
+        torch.testing.assert_close(program(other), module(other))
+
+
+def test_changed_parameters_raise():
+    net = nn.Conv2d(3, 4, 3)
     y = accelerate(net)(torch.randn(1, 3, 8, 8)).sum()
     with torch.no_grad():
         net.weight.add_(1)

@@ -250,14 +250,25 @@ def test_results_in_memory_of_the_caller_are_launched(graphs):
     assert not replayed
 
 
-def test_a_second_backward_raises(graphs):
-    device, _ = graphs
-    fast = accelerate(small(device))
+@pytest.mark.parametrize("p", [0, 0.5])
+def test_backward_again(graphs, p):
+    """What backward reads is launched anew, but for dropout, whose draws are gone; the next calls
+    of the plan are launched."""
+    device, replayed = graphs
+    fast = accelerate(small(device, p=p))
     warm(fast, device)
-    value = loss(fast, *batch(device))
-    value.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="second time"):
-        value.backward()
+    for call in range(2):
+        replayed.clear()
+        value = loss(fast, *batch(device))
+        first = torch.autograd.grad(value, list(fast.parameters()), retain_graph=True)
+        if call == 0 and p > 0:
+            with pytest.raises(RuntimeError, match="second time: .*the next call"):
+                value.backward()
+        else:
+            assert same(first, torch.autograd.grad(value, list(fast.parameters())))
+            with pytest.raises(RuntimeError, match="second time"):
+                value.backward()
+        assert bool(replayed) == (call == 0)
 
 
 def test_what_cannot_be_captured_is_launched(graphs, monkeypatch, caplog):
