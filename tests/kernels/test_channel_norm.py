@@ -292,7 +292,8 @@ def test_on_a_gpu(channels, how, dtype, monkeypatch):
     """Every configuration, three times each."""
     case = make_case((4, 9, 33, channels), dtype=dtype, device="cuda", mean=1.0)
     gpu, (kernel,) = describe(torch.device("cuda")), CHANNEL_NORM.kernels
-    for config in kernel.configs(ChannelNormSpec(4, "bf16", 297, channels), gpu):
+    specs = (ChannelNormSpec(4, "bf16", 297, channels, grad=grad) for grad in (False, True))
+    for config in dict.fromkeys(c for spec in specs for c in kernel.configs(spec, gpu)):
         take(monkeypatch, channel_norm=config, channel_norm_bwd=config)
         for _ in range(3):
             check(case, activation="silu", **how)

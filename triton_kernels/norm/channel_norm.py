@@ -43,7 +43,7 @@ class WholeRows(NamedTuple):
 
 
 _TILES = (2048, 1024, 4096)
-_THREAD = 16  # elements: loads of 16 bytes, and in backward three sums as large
+_MOST_WARPS = 16
 
 
 def _refuse(spec: ChannelNormSpec, gpu: Device) -> str | None:
@@ -55,9 +55,11 @@ def _is_wide(channels: int) -> bool:
 
 
 def _configs(spec: ChannelNormSpec, gpu: Device) -> list[WholeRows]:
-    row = triton.next_power_of_2(max(spec.c, 1))
-    tiles = dict.fromkeys(max(tile, row) for tile in _TILES)
-    return [WholeRows(tile, tile // (32 * _THREAD)) for tile in tiles]
+    """A thread has loads of 16 bytes: forward 16 elements, backward, where it has up to three sums
+    of each, 8 if it can."""
+    row, each = triton.next_power_of_2(max(spec.c, 1)), 8 if spec.grad else 16
+    tiles = (max(tile // 16 * each, row) for tile in _TILES)
+    return [WholeRows(t, min(t // (32 * each), _MOST_WARPS)) for t in dict.fromkeys(tiles)]
 
 
 def _cost(spec: ChannelNormSpec, gpu: Device, config: WholeRows) -> float:
@@ -83,17 +85,21 @@ class _Grid(NamedTuple):
 
     k: int  # programs an image
     tiles: int  # of each
+    masked: bool  # some tiles reach over an edge
     block_p: int
     block_c: int
 
 
 def _cut(spec: ChannelNormSpec, config: WholeRows, gpu: Device) -> _Grid:
-    """As many programs as keep the GPU busy, each with as few tiles as that allows."""
+    """As many programs as keep the GPU busy, each with as few tiles as that allows; backward half
+    as many, for each leaves sums behind."""
     block_c = triton.next_power_of_2(max(spec.c, 1))
     block_p = max(1, min(config.tile // block_c, triton.next_power_of_2(max(spec.pixels, 1))))
     blocks = triton.cdiv(spec.pixels, block_p)
-    tiles = max(1, triton.cdiv(spec.n * blocks, gpu.busy))
-    return _Grid(triton.cdiv(blocks, tiles), tiles, block_p, block_c)
+    tiles = max(1, triton.cdiv(spec.n * blocks, gpu.busy // (2 if spec.grad else 1) or 1))
+    k = triton.cdiv(blocks, tiles)
+    masked = spec.c != block_c or spec.pixels != k * tiles * block_p
+    return _Grid(k, tiles, masked, block_p, block_c)
 
 
 # --- launchers ------------------------------------------------------------------------------------
@@ -127,10 +133,10 @@ def channel_norm_forward(
     gpu = describe(x.device)
 
     def run(config: WholeRows) -> Tensor:
-        k, tiles, block_p, block_c = _cut(spec, config, gpu)
+        k, tiles, *tile = _cut(spec, config, gpu)
         channel_norm_fwd_kernel[(n * k,)](
             x, *params, residual, y, copy, *row_strides(params), pixels, c, k, tiles, eps, factor,
-            centred, eps_in, activation, block_p, block_c, tf32, num_warps=config.num_warps,
+            centred, eps_in, activation, *tile, tf32, num_warps=config.num_warps,
             **overlapping(x.device),
         )  # fmt: skip
         return y
@@ -176,13 +182,13 @@ def channel_norm_backward(
     gpu = describe(device)
 
     def run(config: WholeRows) -> tuple[Tensor | None, Tensor | None]:
-        k, tiles, block_p, block_c = _cut(spec, config, gpu)
+        k, tiles, *tile = _cut(spec, config, gpu)
         sums = _sums(any(asked), (n, k, 2, c), device)
         kept = _sums(rows, (n * k, c), device)
         if x.numel():
             channel_norm_bwd_kernel[(n * k,)](
                 dy, x, *params, add, dx, sums, kept, *row_strides(params), pixels, c, k, tiles, eps,
-                factor, centred, eps_in, rounded_grad(activation, x.dtype), block_p, block_c, tf32,
+                factor, centred, eps_in, rounded_grad(activation, x.dtype), *tile, tf32,
                 num_warps=config.num_warps, **overlapping(device),
             )  # fmt: skip
         return sums, kept

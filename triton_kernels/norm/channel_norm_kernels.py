@@ -1,13 +1,14 @@
 """Kernels of `channel_norm`: the norm over the channels of each pixel, and its gradients.
 
-    xhat = (x - mean) r                       r as in `_statistics`, the mean of LayerNorm alone
-    z    = xhat factor gain + offset          gain and offset as in `coefficients.affine`
+    xhat = (x - mean) r factor                r as in `_statistics`, the mean of LayerNorm alone
+    z    = xhat gain + offset                 gain and offset as in `coefficients.affine`
     y    = act(z)
 
-With dz = dy act'(z) and g = factor gain, D = sum over pixels of dz and E = sum over pixels of dz
-xhat factor, both per (n, c):
+With dz = dy act'(z), D = sum over pixels of dz, E = sum over pixels of dz xhat, both per (n, c):
 
-    dx = r (g dz - m1 - slope xhat m2),       m1, m2 = mean over channels of g dz, g dz xhat
+    dx = r factor (gain dz - m1 - xhat m2 slope / factor^2)
+
+with m1 and m2 the means over channels of gain dz and of gain dz xhat.
 
 A program has whole rows, [BLOCK_P, BLOCK_C] at a time with C <= BLOCK_C, so that statistics stay in
 registers and nothing is stored for backward; it goes through the BLOCK_P pixels `tiles` times.
@@ -23,17 +24,27 @@ from .coefficients import affine
 
 
 @triton.jit
-def _statistics(x, mask_c, C, eps, CENTRED: tl.constexpr, EPS_IN: tl.constexpr):
-    """x, less its mean if it is to be centred; r, by which it becomes xhat; and slope, which says
-    how r changes with x: dr = -slope r^2 xhat dx / C summed over channels. [BLOCK_P, BLOCK_C] and
-    [BLOCK_P].
+def _load(ptr, offs, mask):
+    x = tl.load(ptr + offs) if mask is None else tl.load(ptr + offs, mask=mask, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def _centre(x, mask, C):
+    x -= (tl.sum(x, 1) / C)[:, None]
+    return x if mask is None else tl.where(mask, x, 0.0)
+
+
+@triton.jit
+def _statistics(x, mask, C, eps, CENTRED: tl.constexpr, EPS_IN: tl.constexpr):
+    """x, less its mean if it is to be centred; r, by which it is normalised; and slope, which says
+    how r changes with x: dr = -slope r^2 (x r) dx / C summed over channels. [BLOCK_P, BLOCK_C] and
+    [BLOCK_P]. `mask` is None, or of the elements that there are; others are zeros.
 
     With s = mean of x^2 over channels, r is 1 / sqrt(s + eps), 1 / max(sqrt(s), eps) or
     1 / (sqrt(s) + eps), as `EPS_IN` has it."""
-    if CENTRED:
-        x = tl.where(mask_c[None, :], x - (tl.sum(x, 1) / C)[:, None], 0.0)
-        # what the sum has lost of a large mean
-        x = tl.where(mask_c[None, :], x - (tl.sum(x, 1) / C)[:, None], 0.0)
+    if CENTRED:  # twice, for what the sum has lost of a large mean
+        x = _centre(_centre(x, mask, C), mask, C)
     square = tl.sum(x * x, 1) / C
     if EPS_IN == "root":
         r = 1.0 / tl.sqrt(square + eps)
@@ -71,6 +82,7 @@ def channel_norm_fwd_kernel(
     CENTRED: tl.constexpr,
     EPS_IN: tl.constexpr,
     ACT: tl.constexpr,
+    MASKED: tl.constexpr,  # some tiles reach over an edge
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     TF32: tl.constexpr,  # products in TF32 read what is written
@@ -82,19 +94,21 @@ def channel_norm_fwd_kernel(
     gain, offset = affine(
         weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
     )
-    offs_p = tl.program_id(0) % K * tiles * BLOCK_P + tl.arange(0, BLOCK_P)
-    for _ in range(tiles):
-        mask = (offs_p < HW)[:, None] & mask_c[None, :]
-        offs = (n * HW + offs_p)[:, None] * C + offs_c[None, :]
-        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        x, r, _ = _statistics(x, mask_c, C, eps, CENTRED, EPS_IN)
+    first = tl.program_id(0) % K * tiles * BLOCK_P
+    offs_p = tl.arange(0, BLOCK_P)
+    offs = offs_p[:, None] * C + offs_c[None, :]
+    for i in range(tiles):
+        p = first + i * BLOCK_P
+        at = (n * HW + p) * C
+        mask = (offs_p < HW - p)[:, None] & mask_c[None, :] if MASKED else None
+        x = _load(x_ptr + at, offs, mask)
+        x, r, _ = _statistics(x, mask, C, eps, CENTRED, EPS_IN)
         y = activate_affine(x * (r * factor)[:, None], gain[None, :], offset[None, :], ACT)
         if residual_ptr is not None:
-            y += tl.load(residual_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + offs, as_operand(y, y_ptr.dtype.element_ty, TF32), mask=mask)
+            y += _load(residual_ptr + at, offs, mask)
+        tl.store(y_ptr + at + offs, as_operand(y, y_ptr.dtype.element_ty, TF32), mask=mask)
         if low_ptr is not None:
-            tl.store(low_ptr + offs, y.to(low_ptr.dtype.element_ty), mask=mask)
-        offs_p += BLOCK_P
+            tl.store(low_ptr + at + offs, y.to(low_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["K", "tiles"])
@@ -107,7 +121,7 @@ def channel_norm_bwd_kernel(
     shift_ptr,  # [N, C] or None
     add_ptr,  # [N, HW, C] or None: added to dx
     dx_ptr,  # [N, HW, C] or None
-    sums_ptr,  # float32 [N, K, 2, C] or None: D and E of a program, of xhat times `factor`
+    sums_ptr,  # float32 [N, K, 2, C] or None: D and E of a program
     rows_ptr,  # float32 [N, K, C] or None: sums of dx of a program
     stride_scale,
     stride_shift,
@@ -120,6 +134,7 @@ def channel_norm_bwd_kernel(
     CENTRED: tl.constexpr,
     EPS_IN: tl.constexpr,
     ACT: tl.constexpr,
+    MASKED: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     TF32: tl.constexpr,
@@ -131,33 +146,38 @@ def channel_norm_bwd_kernel(
     gain, offset = affine(
         weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
     )
-    offs_p = tl.program_id(0) % K * tiles * BLOCK_P + tl.arange(0, BLOCK_P)
+    first = tl.program_id(0) % K * tiles * BLOCK_P
+    offs_p = tl.arange(0, BLOCK_P)
+    offs = offs_p[:, None] * C + offs_c[None, :]
     sum_d = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     sum_e = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     sum_dx = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-    for _ in range(tiles):
-        mask = (offs_p < HW)[:, None] & mask_c[None, :]
-        offs = (n * HW + offs_p)[:, None] * C + offs_c[None, :]
-        x = tl.load(x_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        dz = tl.load(dy_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-        x, r, slope = _statistics(x, mask_c, C, eps, CENTRED, EPS_IN)
-        x = tl.where(mask, x * r[:, None], 0.0)  # xhat; outside of the image r may be infinite
-        dz *= activate_affine_grad(x * factor, gain[None, :], offset[None, :], ACT)
+    for i in range(tiles):
+        p = first + i * BLOCK_P
+        at = (n * HW + p) * C
+        mask = (offs_p < HW - p)[:, None] & mask_c[None, :] if MASKED else None
+        x = _load(x_ptr + at, offs, mask)
+        dz = _load(dy_ptr + at, offs, mask)
+        x, r, slope = _statistics(x, mask, C, eps, CENTRED, EPS_IN)
+        r *= factor
+        x *= r[:, None]  # xhat
+        if MASKED:  # outside of the image r may be infinite
+            x = tl.where(mask, x, 0.0)
+        dz *= activate_affine_grad(x, gain[None, :], offset[None, :], ACT)
         if sums_ptr is not None:
             sum_d += dz
-            sum_e += dz * (x * factor)
+            sum_e += dz * x
         if dx_ptr is not None:
-            dz *= gain[None, :] * factor
-            m2 = tl.sum(dz * x, 1) / C * slope
+            dz *= gain[None, :]
+            m2 = tl.sum(dz * x, 1) * (slope / (C * factor * factor))
             if CENTRED:
                 dz -= (tl.sum(dz, 1) / C)[:, None]
             dx = r[:, None] * (dz - x * m2[:, None])
             if add_ptr is not None:
-                dx += tl.load(add_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-            tl.store(dx_ptr + offs, as_operand(dx, dx_ptr.dtype.element_ty, TF32), mask=mask)
+                dx += _load(add_ptr + at, offs, mask)
+            tl.store(dx_ptr + at + offs, as_operand(dx, dx_ptr.dtype.element_ty, TF32), mask=mask)
             if rows_ptr is not None:
-                sum_dx += tl.where(mask, dx, 0.0)
-        offs_p += BLOCK_P
+                sum_dx += tl.where(mask, dx, 0.0) if MASKED else dx
     if sums_ptr is not None:
         sums_ptr += tl.program_id(0).to(tl.int64) * 2 * C
         tl.store(sums_ptr + offs_c, tl.sum(sum_d, 0), mask=mask_c)
