@@ -65,7 +65,8 @@ class Cold:
             parts = conv_split(x, weight, allow_tf32=self.spec.dtype != "fp32", config=config)
         else:
             kernel = self.op.kernel_of(config)
-            parts = kernel.launch(config, x, weight, self.bias, stats=self.spec.stats)[0][None]
+            options = {"stats": self.spec.stats, "allow_tf32": self.spec.dtype != "fp32"}
+            parts = kernel.launch(config, x, weight, self.bias, **options)[0][None]
         y = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
         total = y.numel()
         _add_kernel[(triton.cdiv(total, _BLOCK),)](
