@@ -68,7 +68,7 @@ def _divisors(number: int) -> list[int]:
 def _configs(spec: ProjectedSpec, gpu: Device) -> list[AttentionConfig]:
     """As many heads a program that all programs run at once; that of a head is about the time of
     fetching and normalizing x."""
-    at_once = gpu.num_sms * max(1, gpu.shared_memory // (_shared_bytes(spec.t, spec.c) + 1024))
+    at_once = gpu.num_sms * max(1, gpu.holds(_shared_bytes(spec.t, spec.c)))
 
     def time(heads: int) -> int:
         return triton.cdiv(spec.n * spec.heads // heads, at_once) * (1 + heads)

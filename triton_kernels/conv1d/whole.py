@@ -18,10 +18,11 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ..hopper.descriptors import BARRIERS, SUPPORTED
+from ..hopper.descriptors import SUPPORTED
 from ..registry.cost import fitted_to
 from ..registry.kernel import Kernel, configures
 from ..runtime.device import Device
+from ..runtime.hardware import BESIDE_BUFFERS
 from .stage_spec import StageSpec
 
 if SUPPORTED:
@@ -85,7 +86,7 @@ def _configs(spec: StageSpec, gpu: Device) -> list[Cut]:
         if 16 <= samples * times <= most
         and (slots == blocks or 2 <= slots < blocks)
         and spec.channels % (blocks * spec.width) == 0
-        and _shared(spec, samples, times, slots) <= gpu.shared_memory - BARRIERS
+        and _shared(spec, samples, times, slots) <= gpu.shared_memory - BESIDE_BUFFERS
     ]
 
 
@@ -105,8 +106,8 @@ def _microseconds(shape: StageSpec, device: Device, c: Cut) -> float:
     slot that was used is waited for, unless the other slots hold enough to multiply."""
     parts = triton.cdiv(shape.n, c.samples) * triton.cdiv(shape.positions, c.times)
     programs = shape.rows // _ROWS * parts * splits(shape, c)
-    shared = _shared(shape, c.samples, c.times, c.slots) + BARRIERS
-    at_once = (device.shared_memory + BARRIERS) // shared
+    shared = _shared(shape, c.samples, c.times, c.slots) + BESIDE_BUFFERS
+    at_once = (device.shared_memory + BESIDE_BUFFERS) // shared
     waves = triton.cdiv(programs, at_once * device.num_sms)
     each = min(at_once, triton.cdiv(programs, device.num_sms))
 

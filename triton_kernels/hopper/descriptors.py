@@ -14,7 +14,6 @@ except (ImportError, AttributeError) as error:
 else:
     SUPPORTED, MISSING = True, None
 
-BARRIERS = 1024  # bytes of shared memory for them, and what the compiler wants beside buffers
 LOADER_REGISTERS = 24  # of a thread of the warps that load: the fewest there are
 
 

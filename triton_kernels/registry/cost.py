@@ -76,16 +76,16 @@ def outside_rows(channels: int, block: int, pixels: int, filters: int, beyond: f
 
 
 def programs_at_a_time(shared: int, num_warps: int, gpu: Device, registers: int = 128) -> int:
-    """Programs that a multiprocessor holds at a time, of so many bytes of shared memory, and of so
-    many registers a thread; 0: there is no room for one."""
-    return min(gpu.shared_memory // shared, REGISTERS // (WARP * num_warps * registers))
+    """Programs that a multiprocessor holds at a time, whose buffers have so many bytes of shared
+    memory, and with so many registers a thread; 0: there is no room for one."""
+    return min(gpu.holds(shared), REGISTERS // (WARP * num_warps * registers))
 
 
 def resident(sums: int, shared: int, num_warps: int, gpu: Device) -> int:
     """The same of programs whose threads have so many sums, and at least 1: a thread has about 100
-    registers beside its sums, if there are as many, and a program 1 KiB that is the driver's."""
+    registers beside its sums, if there are as many."""
     registers = min(THREAD_REGISTERS, sums + 100)
-    return max(1, programs_at_a_time(shared + 1024, num_warps, gpu, registers))
+    return max(1, programs_at_a_time(shared, num_warps, gpu, registers))
 
 
 def terms(work: Work, gpu: Device) -> tuple[float, ...]:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from .hardware import BESIDE_BUFFERS
+
 _OLDEST = 80  # compute capability, ten times: the first with products of bf16 and TF32
 
 
@@ -27,6 +29,11 @@ class Device(NamedTuple):
         """Programs of four warps that keep it busy: just below eight a multiprocessor, so that
         powers of two are enough for chips whose multiprocessors are a few more than one."""
         return int(7.75 * self.num_sms) + 1
+
+    def holds(self, shared: int) -> int:
+        """Programs whose buffers have so many bytes of shared memory that a multiprocessor has room
+        for at a time; 0: not for one."""
+        return self.shared_memory // (shared + BESIDE_BUFFERS)
 
     @property
     def lacks(self) -> str | None:

@@ -9,6 +9,9 @@ References:
 WARP = 32  # threads
 REGISTERS = 65536  # of a multiprocessor, of 32 bits
 THREAD_REGISTERS = 255  # at most
+# Bytes of shared memory that a program takes beside its buffers: barriers, what the compiler wants
+# for itself, and what the driver keeps
+BESIDE_BUFFERS = 1024
 SECTOR = 32  # bytes that memory and the L2 cache deliver at a time
 # Bytes that a thread loads at once, at most, and from a multiple of them. TMA, too, reads tensors
 # that begin at such multiples, with rows that are multiples.

@@ -12,11 +12,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...hopper.descriptors import BARRIERS, SUPPORTED, in_boxes
+from ...hopper.descriptors import SUPPORTED, in_boxes
 from ...registry.cost import Work
 from ...registry.spec import WHOLE_PIXELS, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
+from ...runtime.hardware import BESIDE_BUFFERS
 from .operands import Operands, filters_in_boxes
 from .refusals import refuse_3x3
 
@@ -140,7 +141,7 @@ def slots(blocks: Sequence[int], pixels: int, count: int, shared_memory: int) ->
 
 def _room(pixels: int, shared_memory: int) -> int:
     """The same, of a sum of any length."""
-    return (shared_memory - BARRIERS - pixels * 128) // (_FILTERS + 2 * pixels * 128)
+    return (shared_memory - BESIDE_BUFFERS - pixels * 128) // (_FILTERS + 2 * pixels * 128)
 
 
 def _in_rows(x: Tensor, pixels: int) -> "TensorDescriptor":

@@ -28,13 +28,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import BARRIERS, LOADER_REGISTERS, SUPPORTED, in_boxes
+from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, in_boxes
 from ...noise.dropout import WORD
 from ...registry.cost import Work, beside_rows, outside_rows
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import FORWARD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
+from ...runtime.hardware import BESIDE_BUFFERS
 from .operands import NormOfResult, Operands
 from .refusals import refuse_3x3
 
@@ -165,7 +166,7 @@ def rings(config: TileMma, width: int, shared_memory: int) -> tuple[int, int]:
     result. A block is needed for three filters, and neither ring should wait for the other. 0
     filters: three with each block, in the same ring."""
     pixels = config.block_m
-    left = shared_memory - BARRIERS - 2 * pixels * 128
+    left = shared_memory - BESIDE_BUFFERS - 2 * pixels * 128
     block, tap = (pixels + 2 * width) * 128, 64 * 128
 
     if config.filters_with_pixels:

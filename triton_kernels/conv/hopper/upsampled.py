@@ -24,10 +24,11 @@ from functools import partial
 from torch import Tensor
 
 from ...activations import rounded_grad
-from ...hopper.descriptors import BARRIERS, SUPPORTED, in_boxes, missing
+from ...hopper.descriptors import SUPPORTED, in_boxes, missing
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
+from ...runtime.hardware import BESIDE_BUFFERS
 from .operands import filters_in_boxes
 from .tile_mma import cut, in_rows, registers
 
@@ -64,7 +65,7 @@ def tiles(spec: ConvSpec) -> list[int]:
 def blocks_of(pixels: int, width: int, shared_memory: int) -> int:
     """Of a tile with rows of `width`, with two filters each, that shared memory holds beside two
     tiles of the result."""
-    left = shared_memory - BARRIERS - 2 * pixels * 128
+    left = shared_memory - BESIDE_BUFFERS - 2 * pixels * 128
     return min(_MOST_BLOCKS, left // ((pixels + width + 2 * 64) * 128))
 
 

@@ -110,7 +110,7 @@ def work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
 
 def _resident(config: Config, spec: ConvSpec, gpu: Device) -> int:
     """Programs that a multiprocessor holds at a time."""
-    shared = _parts(spec) * sum(fetched(config, spec.itemsize)) * config.num_stages + 1024
+    shared = _parts(spec) * sum(fetched(config, spec.itemsize)) * config.num_stages
     return programs_at_a_time(shared, config.num_warps, gpu)
 
 

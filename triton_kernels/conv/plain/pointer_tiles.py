@@ -135,7 +135,7 @@ def work(
 def is_shared(num_warps: int, shared: int, gpu: Device) -> bool:
     """Whether a multiprocessor has room for eight warps of programs with so many bytes of shared
     memory, as in all the times that costs are fitted to: four alone wait for every step."""
-    return num_warps * (gpu.shared_memory // (shared + 1024)) >= 8
+    return num_warps * gpu.holds(shared) >= 8
 
 
 def cost(spec: ConvSpec, gpu: Device, c: PointerTile) -> float:

@@ -152,7 +152,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     fetched = c.block_m * (c.block_co + c.block_ci) * 4  # of a step
     return Work(
         tiles=min(_blocks(co, ci, c), _blocks(ci, co, c)) * c.splits,
-        resident=max(1, programs_at_a_time(c.num_stages * fetched + 1024, c.num_warps, gpu)),
+        resident=max(1, programs_at_a_time(c.num_stages * fetched, c.num_warps, gpu)),
         products=c.block_co * c.block_ci * c.block_m * steps,
         fetched=fetched * steps,
         steps=steps,

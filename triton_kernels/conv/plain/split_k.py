@@ -295,7 +295,7 @@ def _tiles(spec: ConvSpec, gpu: Device) -> list[tuple[int, ...]]:
         if spec.precision == "ieee" and (block_c * block_m > _SUMS or row > 128):
             return False
         fetched = stages * (block_c + block_m) * row
-        return row in rows and whole and fetched + 1024 <= gpu.shared_memory
+        return row in rows and whole and gpu.holds(fetched) > 0
 
     return [
         (block_c, block_m, row // spec.itemsize, *rest)
@@ -321,7 +321,7 @@ def _work(spec: ConvSpec, gpu: Device, c: SplitConfig) -> Work:
     fetched = (c.block_c + c.block_m) * c.block_k * spec.itemsize  # in a step
     return Work(
         tiles=_programs(spec, c.block_c, c.block_m) * c.parts,
-        resident=max(min(gpu.shared_memory // (c.num_stages * fetched + 1024), 4), 1),
+        resident=max(min(gpu.holds(c.num_stages * fetched), 4), 1),
         products=c.block_c * c.block_m * c.block_k * steps,
         fetched=fetched * steps,
         steps=steps,

@@ -84,7 +84,7 @@ def configs(spec: ConvSpec, gpu: Device) -> list[Config]:
         c
         for c in FWD_CONFIGS
         if not (c.in_registers and spec.taps > 1)
-        and 2 * c.num_stages * (c.block_c + c.block_m) * c.block_k * 4 + 1024 <= gpu.shared_memory
+        and gpu.holds(2 * c.num_stages * (c.block_c + c.block_m) * c.block_k * 4)
     ]
 
 

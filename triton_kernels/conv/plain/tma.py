@@ -262,7 +262,7 @@ def _programs(c: Config, spec: ConvSpec) -> int:
 def _fits(c: Config, spec: ConvSpec, gpu: Device) -> bool:
     block_k = 64 if spec.itemsize == 2 and spec.k > 32 else 32
     fetched = c.num_stages * (c.block_c + c.block_m) * c.block_k * spec.itemsize
-    return c.block_k == block_k and fetched + 1024 <= gpu.shared_memory
+    return c.block_k == block_k and gpu.holds(fetched) > 0
 
 
 FORWARD = Kernel("tma", Config, refuse, configs, cost, launch)

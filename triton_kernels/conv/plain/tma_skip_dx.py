@@ -256,7 +256,7 @@ def _work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
     steps, loaded = triton.cdiv(spec.k, c.block_k), sum(fetched(c, spec.itemsize))
     tile = c.block_c * c.block_m
     # dz and x of a tile are there at once, too
-    shared = loaded * c.num_stages + 2 * tile * spec.itemsize + 1024
+    shared = loaded * c.num_stages + 2 * tile * spec.itemsize
     return Work(
         tiles=count_boxes(box, spec.n, spec.h, spec.w) * triton.cdiv(spec.c, c.block_c),
         resident=max(1, programs_at_a_time(shared, c.num_warps, gpu)),

@@ -78,8 +78,7 @@ def _fitting(spec: ConvSpec, gpu: Device, grad: bool) -> list[Config]:
         for c in FWD_CONFIGS
         if (spec.c % c.block_c == 0 if grad else spec.k % c.block_k == 0)
         and c.block_k * spec.itemsize <= 128
-        and c.num_stages * (c.block_c + c.block_m) * c.block_k * spec.itemsize + 1024
-        <= gpu.shared_memory
+        and gpu.holds(c.num_stages * (c.block_c + c.block_m) * c.block_k * spec.itemsize)
     ]
 
 

@@ -195,8 +195,7 @@ def tiles(spec: ConvSpec, gpu: Device) -> list[WgradConfig]:
         c
         for c in WGRAD_CONFIGS
         if spec.s % c.taps == 0
-        and c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2 + 1024
-        <= gpu.shared_memory
+        and gpu.holds(c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2)
     ]
 
 
@@ -223,7 +222,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     box, _ = wgrad_box(c.block_m, *spec.pixels)
     pixels = math.prod(box)
     steps = triton.cdiv(count_boxes(box, *spec.pixels), c.splits)
-    shared = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2 + 1024
+    shared = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2
     sums = c.block_co * c.block_ci * c.taps
     return Work(
         tiles=math.prod(_blocks(co, ci, spec.taps, c)) * c.splits,
