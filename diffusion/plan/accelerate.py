@@ -1,5 +1,6 @@
 """A module that runs the forward and backward of another module by a plan."""
 
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -15,13 +16,17 @@ from triton_kernels import fused_ops
 from triton_kernels.runtime.device import describe, on_gpu
 
 from ..models.layers import Layer
+from ..runtime.precompile import compile_recorded, compiles_ahead
 from .build import Plan, plan
+from .compile_ahead import launches_of
 from .graph import PlanError
 from .numbers_as_tensors import are_tensors
 from .planned import Planned, evaluate
 from .record.notes import is_recording
 from .replay import Replays
 from .trees import flatten, holds_tensors, leaves
+
+log = logging.getLogger(__name__)
 
 # Held while a module is recorded, when its parameters are others, and while they are read
 _MODULES = threading.RLock()
@@ -171,8 +176,22 @@ class Accelerated(nn.Module):
     def _new_plan(self, key: tuple, call: tuple) -> Plan:
         """A new plan, which the next call finds."""
         made = self._made(*call)
+        if self._launch is None:
+            self._compile(made, *call)
         self._plans[key] = [*self._plans.get(key, [])[1 - _KEPT :], made]
         return made
+
+    def _compile(self, made: Plan, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Have many processes compile what the plan launches, on a GPU."""
+        parameters = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        tensors = [*made.traced.leaves(args, kwargs), *map(parameters.get, made.graph.parameters)]
+        device = next((x.device for x in tensors), torch.device("cpu"))
+        if not compiles_ahead(device):
+            return
+        try:
+            compile_recorded(lambda: launches_of(made, tensors, describe(device)), device)
+        except Exception as error:  # of what has been recorded or written: nothing depends on it
+            log.info("kernels are compiled at their first launch, one at a time: %s", error)
 
     def _made(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
         gradients = torch.is_grad_enabled()

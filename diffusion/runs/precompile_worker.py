@@ -5,7 +5,8 @@
 The order is JSON: the name of a job, its settings, the GPU as `describe` has it, how many processes
 may compile, and Triton's variables of the environment. On standard output: how many kernels there
 are and how many of them are needed at once, and then a line with the number of each that is
-compiled; those needed at once have the first numbers. CUDA is not used, see `compile_launches`.
+compiled; those needed at once have the first numbers. CUDA is not used, see `compile_launches`. The
+job `launches` has them in a file, of `triton_kernels.runtime.launch_file`.
 """
 
 import json
@@ -14,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from triton_kernels.registry.rows import unmeasured
 from triton_kernels.registry.search import search
 from triton_kernels.runtime.compile_launches import compile_launches
 from triton_kernels.runtime.device import Device, describe, is_rehearsal
+from triton_kernels.runtime.launch_file import read_launches
 from triton_kernels.runtime.launch_recorder import Launch, rehearsal
 
 from ..data.context import Context
@@ -171,6 +174,7 @@ def tune(settings: dict[str, Any]) -> None:
         train(settings)
 
 
+RECORDED = "launches"  # a job: those that a file has, of `launch_file`
 Job = Callable[[dict[str, Any]], None]
 # what is needed at once, and what later
 JOBS: dict[str, tuple[Job, ...]] = {
@@ -206,7 +210,11 @@ def main() -> None:
     order = json.loads(text)
     os.environ.update(order["environment"])
     gpu = Device(*order["gpu"])
-    launches, needed = rehearsed(JOBS[order["job"]], order["settings"], gpu)
+    if order["job"] == RECORDED:
+        launches = sorted(read_launches(Path(order["settings"]["file"])), key=_is_quick)
+        needed = len(launches)
+    else:
+        launches, needed = rehearsed(JOBS[order["job"]], order["settings"], gpu)
     print(len(launches), needed, flush=True)
     for number in compile_launches(launches, gpu.arch, order["processes"]):
         print(number, flush=True)

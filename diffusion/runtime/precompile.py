@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -32,6 +32,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from triton_kernels.runtime.device import describe
+from triton_kernels.runtime.launch_file import write_launches
+from triton_kernels.runtime.launch_recorder import Launch, compiled_for
 
 from ..errors import ConfigError
 from .host import free_memory, processors
@@ -40,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).parents[2]
 _LIMIT, _MOST = "TRITON_DIFFUSION_COMPILERS", 16
+_FEWEST = 8  # launches for which the worker, which imports for seconds, is worth it
 _LEAST = 4  # processes; fewer gain little over one that compiles on its way
 _MEMORY = 2**30  # bytes of the host that a process takes to compile
 # bytes that the worker takes for each parameter, with moments, averages and copies
@@ -103,6 +106,25 @@ def compiling_ahead(
             with suppress(OSError):  # the disk is full: it is compiled already, and looked up again
                 file.write(time.strftime("%F %T\n"))  # once, whatever came of it
                 file.flush()
+
+
+def compiles_ahead(device: torch.device) -> bool:
+    """Whether this process compiles for it before kernels are launched, and may do so now."""
+    may = _may_compile(device) and _processes(0) >= _LEAST
+    return may and not torch.cuda.is_current_stream_capturing()
+
+
+def compile_recorded(record: Callable[[], list[Launch]], device: torch.device) -> None:
+    """Compile what `record` returns, if that has not been done before and there is enough of it,
+    and show how far it is, as `compile_ahead` does."""
+    launches = record()
+    if len(launches) < _FEWEST:
+        return
+    what = sorted(hashlib.sha256(repr(compiled_for(*x)).encode()).hexdigest() for x in launches)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "launches"
+        write_launches(launches, path)
+        compile_ahead("launches", {"file": str(path)}, {"launches": what}, device)
 
 
 def described(x: Tensor | None) -> dict[str, Any] | None:
