@@ -85,7 +85,7 @@ def plan(
     fewer = casts_together(graph)
     for node in graph.nodes:
         is_image = node.op.startswith("conv") or len(node.out.shape) == 4
-        node.tf32 = tf32[0] if is_image and not node.op.startswith("attention") else tf32[1]
+        node.tf32 = tf32[0] if is_image and "attention" not in node.op else tf32[1]
     if backward is None:
         made = schedule(graph, forward_moves(graph.nodes))
     else:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from diffusion.plan import planned
 from diffusion.plan.accelerate import Accelerated
+from diffusion.plan.build import plan
 from diffusion.plan.launch.table import launch_kernels
 from diffusion.plan.trace import trace
 from tests.plan.compare import compare
@@ -156,3 +157,11 @@ def test_under_autocast():
     assert graph.count()["linear_attention"] == 1
     exact, theirs, ours = results
     assert (ours - exact).norm() <= 2 * (theirs - exact).norm()
+
+
+def test_its_products_are_no_convolutions():
+    """Where PyTorch allows TF32 for these alone, as it does by default, it multiplies in float32."""
+    module, (x,) = made(_with_memory)
+    planned = plan(module.float(), (x.float(),), trains=True, tf32=(True, False))
+    nodes = [node for node in planned.schedule.nodes if "linear_attention" in node.op]
+    assert len(nodes) == 2 and not any(node.tf32 for node in nodes)
