@@ -160,7 +160,7 @@ def test_under_autocast():
 
 
 def test_its_products_are_no_convolutions():
-    """Where PyTorch allows TF32 for these alone, as it does by default, it multiplies in float32."""
+    """Where PyTorch allows TF32 for these alone, as it does by default, they are in float32."""
     module, (x,) = made(_with_memory)
     planned = plan(module.float(), (x.float(),), trains=True, tf32=(True, False))
     nodes = [node for node in planned.schedule.nodes if "linear_attention" in node.op]
