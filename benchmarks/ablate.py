@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import accelerated, goldens, harness, precompile
+from benchmarks import accelerated, goldens, harness, precompile, stopwatch
 from benchmarks.cases import images_of, meta_model
 from benchmarks.harness import OURS, check_choice
 from benchmarks.papers import Case, rehearse
@@ -254,10 +254,10 @@ def time_case(case: Case, variants: Sequence[str], turns: int, device: torch.dev
         torch.cuda.synchronize()
         made = time.monotonic() - began
         times = [
-            tuple(harness.time_steps(one, _CALLS, warm_up=1).median for one in pair)
+            tuple(stopwatch.time_steps(one, _CALLS, warm_up=1).median for one in pair)
             for _ in range(turns)
         ]
-        a, b = (harness.quantiles(found).median for found in zip(*times, strict=True))
+        a, b = (stopwatch.quantiles(found).median for found in zip(*times, strict=True))
         gains = [100 * (y / x - 1) for x, y in times]
         print(
             f"{_named(case)}: {a / 1000:.4f} ms; without {variant} {b / 1000:.4f} ms: "
@@ -267,7 +267,7 @@ def time_case(case: Case, variants: Sequence[str], turns: int, device: torch.dev
         )
         step.release()
         del step, pair
-        harness.release_memory()
+        stopwatch.release_memory()
 
 
 def _step(case: Case, device: torch.device) -> Step:

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import harness, precompile
+from benchmarks import harness, precompile, stopwatch
 from benchmarks.harness import Row, WrongResult, check_choice, relative_error
 from benchmarks.papers import in_turns
 from benchmarks.steps import fused_adamw
@@ -267,7 +267,7 @@ def time_case(
 ) -> None:
     """Check ours, time all in turns, write the rows and say the ratios."""
     check(model, device)
-    harness.release_memory()
+    stopwatch.release_memory()
     if loop:
         ours = looped(runner(what, model, batch, device, Accelerated))
     else:

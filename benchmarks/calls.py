@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, record_function
 
-from benchmarks import harness
+from benchmarks import harness, stopwatch
 from benchmarks.harness import Rates, rates_of
 from benchmarks.steps import build_step
 from benchmarks.work import Work, noted_work
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     for said in above_floors(found)[: settings["largest"]]:
         print(said)
     print(f"{settings['model']}, batch {settings['batch']}: kernels {_total(steps[0][2]):.3f} ms")
-    wall = harness.time_steps(step.captured(), 20).median / 1000
+    wall = stopwatch.time_steps(step.captured(), 20).median / 1000
     print(f"as one CUDA graph: {wall:.3f} ms a step")
     return 0
 

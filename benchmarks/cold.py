@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from benchmarks import harness
+from benchmarks import harness, stopwatch
 from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split
 from triton_kernels.registry.kernel import Op
@@ -83,4 +83,4 @@ class Cold:
             with torch.cuda.graph(graph):
                 for i in range(count):
                     self(config, i)
-        return harness.time_steps(lambda _: graph.replay(), _REPLAYS, warm_up=1).median / count
+        return stopwatch.time_steps(lambda _: graph.replay(), _REPLAYS, warm_up=1).median / count

@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import harness, steps
+from benchmarks import harness, steps, stopwatch
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.cases import Images, model_settings
 from benchmarks.learning_curves import OURS, Point, format_curves, plot, read_curve
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
     for i, provider in enumerate(settings["providers"]):
         learn(provider, settings, data, judge, out, waiting=len(settings["providers"]) - i - 1)
         torch._dynamo.reset()
-        harness.release_memory()
+        stopwatch.release_memory()
     curves = {p: read_curve(out / f"{p}.csv") for p in PROVIDERS if (out / f"{p}.csv").is_file()}
     print(f"\n{format_curves(curves)}")
     title = f"{settings['model']}, {data.name}, batch {settings['batch']}, {device_name(device)}"

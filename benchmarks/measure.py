@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, stopwatch
 from benchmarks.account import Account
 from benchmarks.experiment import Experiment, Inputs, Outputs, copied, widened
 from benchmarks.harness import OURS, Provenance, Row, WrongResult
@@ -41,7 +41,7 @@ def compile_only(experiment: Experiment, providers: Sequence[str], device: torch
             except Exception as error:
                 print(f"! {experiment.op} {experiment.shape} {experiment.pass_} {name}:"
                       f" {harness.reason(error)}", flush=True)  # fmt: skip
-    harness.release_memory()
+    stopwatch.release_memory()
 
 
 def is_wanted(name: str, providers: Sequence[str]) -> bool:
@@ -69,10 +69,10 @@ def run_experiment(
                 verify(experiment, name, inputs, exact, budget)
             with account.stage("copies"):
                 size = sum(x.nbytes for x in inputs.values())
-                copies = harness.copies_beyond_l2(size, device)
+                copies = stopwatch.copies_beyond_l2(size, device)
                 sets = [copied(inputs) for _ in range(copies)]
                 runs = [provider.prepare(i) for i in sets]
-            timing, results = harness.time_graph(runs, conditions.budget_ms, account.stage)
+            timing, results = stopwatch.time_graph(runs, conditions.budget_ms, account.stage)
             if not experiment.in_place and provider.prepare_checked is None:
                 with account.stage(f"check {_family(name)}"):
                     for outputs in (results[0], results[-1]):  # of the replays themselves
@@ -90,16 +90,16 @@ def run_experiment(
         rows.append(time_least(experiment, inputs, conditions))
     del inputs, exact
     with account.stage("release"):
-        harness.release_memory(least=0.25)
+        stopwatch.release_memory(least=0.25)
     return rows, failed
 
 
 def time_least(experiment: Experiment, inputs: Inputs, conditions: Conditions) -> Row:
     """A copy at the size of this experiment, as cold as what it is compared with: small tensors do
     not reach the rate of large ones."""
-    copies = harness.copies_beyond_l2(sum(x.nbytes for x in inputs.values()), conditions.device)
+    copies = stopwatch.copies_beyond_l2(sum(x.nbytes for x in inputs.values()), conditions.device)
     runs = [experiment.least.prepare(copied(inputs)) for _ in range(copies)]
-    timing, _ = harness.time_graph(runs, conditions.budget_ms, conditions.account.stage)
+    timing, _ = stopwatch.time_graph(runs, conditions.budget_ms, conditions.account.stage)
     row = _row(experiment, "torch", timing, conditions.origin)
     return replace(row, op=harness.LEAST, bytes=experiment.least.bytes, flops=0)
 
@@ -148,9 +148,9 @@ def time_roofs(conditions: Conditions) -> list[Row]:
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
     copied_bytes, product_bytes = 2 * source.nbytes, 3 * size**2 * a.itemsize
     stage = conditions.account.stage
-    copy, _ = harness.time_graph([source.clone], stage=stage)
-    kernel, _ = harness.time_graph([source.neg], stage=stage)
-    product, _ = harness.time_graph([lambda: a @ b], stage=stage)
+    copy, _ = stopwatch.time_graph([source.clone], stage=stage)
+    kernel, _ = stopwatch.time_graph([source.neg], stage=stage)
+    product, _ = stopwatch.time_graph([lambda: a @ b], stage=stage)
     return [
         Row("copy", "1 GiB", "fp32", "fwd", "torch", *copy, copied_bytes, 0, *origin),
         Row("copy", "1 GiB", "fp32", "fwd", "torch-neg", *kernel, copied_bytes, 0, *origin),
@@ -159,7 +159,9 @@ def time_roofs(conditions: Conditions) -> list[Row]:
     ]  # fmt: skip
 
 
-def _row(experiment: Experiment, provider: str, timing: harness.Timing, origin: Provenance) -> Row:
+def _row(
+    experiment: Experiment, provider: str, timing: stopwatch.Timing, origin: Provenance
+) -> Row:
     e = experiment
     what = (e.op, e.shape, e.dtype, e.pass_, provider)
     return Row(*what, *timing, e.bytes, e.flops, *origin)

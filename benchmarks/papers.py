@@ -32,9 +32,9 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import harness, precompile
+from benchmarks import harness, precompile, stopwatch
 from benchmarks.cases import IMAGES, images_of, meta_model
-from benchmarks.harness import OURS, ROOT, Row, Timing, WrongResult, check_choice
+from benchmarks.harness import OURS, ROOT, Row, WrongResult, check_choice
 from benchmarks.sampling import check_network, evaluation_step, shape_of
 from benchmarks.steps import (
     Step,
@@ -45,6 +45,7 @@ from benchmarks.steps import (
     rehearse_check,
     rehearse_step,
 )
+from benchmarks.stopwatch import Timing
 from diffusion.errors import ConfigError
 from diffusion.plan.inference import sampling_network
 from triton_kernels.runtime.dependent_launch import dependent_launches
@@ -278,7 +279,7 @@ def time_case(case: Case, device: torch.device, folder: Path) -> int:
         return 1
     try:
         _check(case, device)
-        harness.release_memory()
+        stopwatch.release_memory()
         capture(ours)
     except WrongResult as error:
         print(f"! {case}: ours is wrong and not timed: {error}", flush=True)
@@ -326,8 +327,10 @@ def in_turns(runs: dict[str, Callable[[int], object]]) -> Iterator[dict[str, Tim
     times: dict[str, list[Timing]] = {name: [] for name in runs}
     for _ in range(_TURNS):
         for name, run in runs.items():
-            times[name].append(harness.time_steps(run, _CALLS, warm_up=1))
-        yield {name: harness.quantiles([t.median for t in found]) for name, found in times.items()}
+            times[name].append(stopwatch.time_steps(run, _CALLS, warm_up=1))
+        yield {
+            name: stopwatch.quantiles([t.median for t in found]) for name, found in times.items()
+        }
 
 
 if __name__ == "__main__":

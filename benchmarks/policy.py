@@ -37,9 +37,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import harness
+from benchmarks import harness, stopwatch
 from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
-from benchmarks.harness import OURS, Provenance, Row, Timing
+from benchmarks.harness import OURS, Provenance, Row
+from benchmarks.stopwatch import Timing
 from diffusion.models.layers import set_backend
 from diffusion.models.unet1d import UNet1d
 from diffusion.plan.inference1d import InferenceUNet1d
@@ -151,7 +152,7 @@ def measure(
 def prepare(provider: str, dtype: str, batch: int, steps: int, device: torch.device) -> Subject:
     """What `measure` times; WrongResult as there."""
     torch._dynamo.reset()
-    harness.release_memory()
+    stopwatch.release_memory()
     harness.set_precision(dtype)
     build = _ours if provider == OURS else _pytorch
     subject = build(provider, dtype, batch, steps, device)
@@ -174,13 +175,13 @@ def time_subject(subject: Subject, batch: int, settings: dict[str, Any]) -> dict
     for name in ("forward", "step"):
         run = getattr(subject, name)
         if subject.captured:
-            timings[name], _ = harness.time_graph([run] * _FORWARDS)
+            timings[name], _ = stopwatch.time_graph([run] * _FORWARDS)
         else:
-            timings[name] = harness.time_steps(lambda _, run=run: run(), 30, warm_up=5)
+            timings[name] = stopwatch.time_steps(lambda _, run=run: run(), 30, warm_up=5)
     # a graph's first replay, or the allocator's first chain, is not like the others
-    once = harness.time_steps(lambda _: subject.chain(), 1, warm_up=1).median
+    once = stopwatch.time_steps(lambda _: subject.chain(), 1, warm_up=1).median
     repeats = max(2, min(20, round(1e6 * settings["seconds"] / once)))
-    timings["chain"] = harness.time_steps(lambda _: subject.chain(), repeats, warm_up=0)
+    timings["chain"] = stopwatch.time_steps(lambda _: subject.chain(), repeats, warm_up=0)
     acts = settings["acts"] if subject.captured else settings["acts"] // 10
     if acts:
         times = [_act_us(subject, batch) for _ in range(acts + 3)][3:]

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity
 
-from benchmarks import harness
+from benchmarks import harness, stopwatch
 from benchmarks.harness import check_choice, rates_of
 from benchmarks.sampling import PROVIDERS as SAMPLING_PROVIDERS
 from benchmarks.sampling import evaluation_step
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str]) -> int:
         print_profile(step, provider, settings)
         step.release()
         del step
-        harness.release_memory()
+        stopwatch.release_memory()
     return 0
 
 
@@ -153,7 +153,7 @@ def print_profile(step: Step, provider: str, settings: dict[str, Any]) -> None:
     print(report(kernels, settings["steps"], settings["top"], wall, host, work))
     try:
         run = step.captured()
-        wall = harness.time_steps(run, 20).median / 1000  # one after the other, as in training
+        wall = stopwatch.time_steps(run, 20).median / 1000  # one after the other, as in training
         _, host = time_host(run, 10)
     except Exception as error:  # a library says what it likes of what it cannot capture
         print(f"as one CUDA graph: failed: {harness.reason(error)}")

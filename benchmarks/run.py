@@ -35,7 +35,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from benchmarks import harness
+from benchmarks import harness, stopwatch
 from benchmarks.account import Account
 from benchmarks.cases import LONGER_ATTENTION, OPS, model_cases
 from benchmarks.compilers import Compilers, serve
@@ -101,7 +101,7 @@ def time_all(
     chosen: Sequence[Experiment], settings: dict, conditions: Conditions, compilers: Compilers
 ) -> int:
     """Time what is compiled, write each row as it comes, and the summary; returns the exit code."""
-    harness.freeze_objects()
+    stopwatch.freeze_objects()
     results = Path(settings["out"] or harness.RESULTS) / f"{conditions.origin.gpu}.csv"
     account, began = conditions.account, time.monotonic()
     rows = time_roofs(conditions)

@@ -29,11 +29,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks import harness
+from benchmarks import harness, stopwatch
 from benchmarks.cases import Images, images_of, meta_model
 from benchmarks.compilers import run_shares
-from benchmarks.harness import OURS, Row, Timing, WrongResult, check_choice
+from benchmarks.harness import OURS, Row, WrongResult, check_choice
 from benchmarks.steps import Step, baseline_model, our_model, random_labels, settings_of
+from benchmarks.stopwatch import Timing
 from diffusion.factory import make_sampler
 from diffusion.formats.diffusers_directory import unet_config
 from diffusion.formats.diffusers_names import to_diffusers_state
@@ -143,7 +144,7 @@ def run_task(
 ) -> Timing | None:
     """Time it, or only run it once, for the caches of the compilers."""
     torch._dynamo.reset()
-    harness.release_memory()
+    stopwatch.release_memory()
     harness.set_precision("bf16" if task.chain else task.provider.partition("-")[2])
     if task.chain is None:
         evaluate = evaluation(task.provider, model, task.images, device)
@@ -151,7 +152,7 @@ def run_task(
             if compile_only:
                 evaluate()
                 return None
-            return harness.time_graph([evaluate])[0]
+            return stopwatch.time_graph([evaluate])[0]
     sampler, steps = split_chain(task.chain)
     make = _our_chain if task.provider.startswith(OURS) else _chain_of_diffusers
     run = make(task.provider, model, sampler, task.images, device)
@@ -273,7 +274,7 @@ def time_chain(run: Callable[[int], object], steps: int, captures: bool, seconds
         run(steps)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return harness.quantiles([1e6 * t for t in times])
+    return stopwatch.quantiles([1e6 * t for t in times])
 
 
 def _our_chain(

@@ -31,10 +31,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import harness, precompile
+from benchmarks import harness, precompile, stopwatch
 from benchmarks.cases import meta_model
-from benchmarks.harness import OURS, Provenance, Row, Timing
+from benchmarks.harness import OURS, Provenance, Row
 from benchmarks.steps import Step, Wrap, build_step, our_model, our_step, rehearse_step
+from benchmarks.stopwatch import Timing
 from diffusion.errors import ConfigError
 from diffusion.runtime.distributed import Processes, choose_device
 from diffusion.training.gradient_sum import BUCKET
@@ -118,7 +119,7 @@ def _time_compiled(
 
 
 def _compiled(settings: dict, batch: int, device: torch.device, provider: str, wrap: Wrap) -> Step:
-    harness.release_memory()
+    stopwatch.release_memory()
     torch.compiler.reset()
     return build_step(provider, settings["model"], batch, device, settings["size"], wrap)
 
@@ -137,7 +138,7 @@ def time_step(
     settings: dict, batch: int, device: torch.device, processes: Processes, bucket: int = BUCKET
 ) -> Timing:
     """Of the slowest of all processes, whether they sum or not; `batch` images on each."""
-    harness.release_memory()
+    stopwatch.release_memory()
     size = settings["size"]
     model = our_model(settings["model"], settings["precision"], device, size)
     step = our_step(model, batch * processes.count, size, device, processes, bucket=bucket)
@@ -152,7 +153,7 @@ def _timed(run: Callable[[int], Any], steps: int) -> Timing:
         run(k)
     torch.cuda.synchronize()
     dist.barrier()
-    timing = harness.time_steps(run, steps, warm_up=5)
+    timing = stopwatch.time_steps(run, steps, warm_up=5)
     slowest = torch.tensor(timing, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return Timing(*slowest.tolist())

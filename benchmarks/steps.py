@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.cases import Images, images_of, model_settings
-from benchmarks.harness import OURS, WrongResult, relative_error, release_memory, set_precision
+from benchmarks.harness import OURS, WrongResult, relative_error, set_precision
+from benchmarks.stopwatch import release_memory
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.errors import ConfigError

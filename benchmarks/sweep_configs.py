@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import harness, precompile, sweep_norms
+from benchmarks import harness, precompile, stopwatch, sweep_norms
 from benchmarks.cold import Cold
 from benchmarks.harness import drawn, drawn_filters
 from benchmarks.sweep_layers import LAYERS, OF_32_BITS, OF_FEW, specs
@@ -266,7 +266,7 @@ def _time_all(jobs: list[tuple[str, Spec]], device: torch.device, settings: dict
                 print(json.dumps(row), file=out, flush=True)
                 lines += 1
             del run
-            harness.release_memory()
+            stopwatch.release_memory()
     print(f"{lines} times of all {len(jobs)} layers and passes")
 
 

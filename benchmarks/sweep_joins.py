@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import harness, precompile
+from benchmarks import harness, precompile, stopwatch
 from benchmarks.harness import drawn, drawn_filters
 from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from triton_kernels.conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str]) -> int:
                     us = round(time_call(run), 2)
                 row = {"what": what, "spec": asdict(spec), "gpu": gpu._asdict(), "way": way}
                 print(json.dumps(row | {"us": us}), file=out, flush=True)
-            harness.release_memory()
+            stopwatch.release_memory()
     return 0
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import harness, precompile
+from benchmarks import harness, precompile, stopwatch
 from benchmarks.cases import meta_model
 from benchmarks.compilers import Compilers, command, serve
 from benchmarks.harness import OURS, Provenance, Row, WrongResult, check_choice, rates_of
@@ -68,7 +68,7 @@ class Result(NamedTuple):
     batch: int
     provider: str
     mode: str
-    timing: harness.Timing
+    timing: stopwatch.Timing
     memory: int  # bytes, at the peak, of this provider alone
     setup: float  # seconds to build, compile and warm up
 
@@ -143,7 +143,7 @@ def compile_step(settings: dict, device: torch.device, number: int) -> None:
         build_step(provider, settings["model"], batch, device, settings["size"]).plain(0)
     except Exception as error:  # whatever a compiler raises
         print(f"! {provider}, batch {batch}: {harness.reason(error)}", flush=True)
-    harness.release_memory()
+    stopwatch.release_memory()
 
 
 def checked(settings: dict, device: torch.device, table: "Table") -> list[str]:
@@ -168,7 +168,7 @@ def run_provider(
 ) -> tuple[list[Result], list[str]]:
     """The lines of one provider at one batch size, and what went wrong."""
     torch._dynamo.reset()
-    harness.release_memory()
+    stopwatch.release_memory()
     before = torch.cuda.memory_allocated()
     results, notes = [], []
     start = time.perf_counter()
@@ -182,7 +182,7 @@ def run_provider(
             run = step.captured() if mode == "graph" else _warmed(step)
             torch.cuda.synchronize()
             setup = time.perf_counter() - start
-            timing = harness.time_steps(run, _affordable(run, settings["steps"]), warm_up=1)
+            timing = stopwatch.time_steps(run, _affordable(run, settings["steps"]), warm_up=1)
         except Exception as error:  # a library says what it likes of what it cannot do
             notes.append(f"B={batch} {provider} {mode}: failed: {harness.reason(error)}")
             continue

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, stopwatch
 from benchmarks.cases import OPS
 from benchmarks.compilers import run_shares
 from benchmarks.harness import check_choice
@@ -92,7 +92,7 @@ def _walk(settings: dict, device: torch.device) -> Iterator[None]:
             step = build_step(provider, settings["model"], batch, device, settings["size"])
             step.plain(0)
             del step
-            harness.release_memory()
+            stopwatch.release_memory()
             yield
         if "ops" in settings["what"]:
             yield from _run_ops(settings, batch, device)
@@ -115,7 +115,7 @@ def _run_ops(settings: dict, batch: int, device: torch.device) -> Iterator[None]
         harness.set_precision(experiment.dtype)
         experiment.providers[harness.OURS].prepare(experiment.inputs(device))()
         yield
-    harness.release_memory()
+    stopwatch.release_memory()
 
 
 def report(found: Search, shown: int) -> None:

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks import harness, papers, precompile
+from benchmarks import harness, papers, precompile, stopwatch
 from benchmarks.cases import IMAGES, UNTUNED, images_of, meta_model, model_settings
 from diffusion.errors import ConfigError
 
@@ -104,9 +104,9 @@ def test_both_are_timed_in_turns(monkeypatch):
 
     def time_steps(run, steps, warm_up):
         order.append(run)
-        return harness.Timing(float(len(order)), 0.0, 0.0)
+        return stopwatch.Timing(float(len(order)), 0.0, 0.0)
 
-    monkeypatch.setattr(harness, "time_steps", time_steps)
+    monkeypatch.setattr(stopwatch, "time_steps", time_steps)
     found = list(papers.in_turns({"a": "first", "b": "second"}))
     assert order == ["first", "second"] * papers._TURNS
     assert found[0] == {"a": (1, 1, 1), "b": (2, 2, 2)}

@@ -5,11 +5,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from benchmarks import harness, measure, run
+from benchmarks import harness, measure, run, stopwatch
 from benchmarks.account import Account
 from benchmarks.experiment import Experiment, Provider
-from benchmarks.harness import Provenance, Timing
+from benchmarks.harness import Provenance
 from benchmarks.providers import experiments
+from benchmarks.stopwatch import Timing
 
 from .small import CPU, TINY
 
@@ -25,10 +26,10 @@ def fake_clock(monkeypatch):
         seen.append(len(runs))
         return Timing(10.0, 10.0, 20.0 if len(seen) % 4 == 1 else 10.5), results
 
-    monkeypatch.setattr(harness, "time_graph", time_graph)
-    monkeypatch.setattr(harness, "copies_beyond_l2", lambda size, device: 2)
+    monkeypatch.setattr(stopwatch, "time_graph", time_graph)
+    monkeypatch.setattr(stopwatch, "copies_beyond_l2", lambda size, device: 2)
     monkeypatch.setattr(harness, "require_cuda", lambda: CPU)
-    monkeypatch.setattr(harness, "freeze_objects", lambda: None)
+    monkeypatch.setattr(stopwatch, "freeze_objects", lambda: None)
     monkeypatch.setattr(run, "time_roofs", lambda conditions: [])
     return seen
 
@@ -88,18 +89,18 @@ def test_graphs_follow_each_other_in_the_same_memory(device):
     inputs = [torch.full((2**16,), float(k), device=device) for k in range(3)]
     for factor in (1.0, 2.0, 3.0):
         runs = [lambda x=x, f=factor: x * f + 1 for x in inputs]
-        timing, results = harness.time_graph(runs, 1.0)
+        timing, results = stopwatch.time_graph(runs, 1.0)
         assert 0 < timing.p20 <= timing.median <= timing.p80
         assert [x[0].item() for x in results] == [factor * k + 1 for k in range(3)]
         del results
     reserved = torch.cuda.memory_reserved()
-    harness.release_memory(least=0.99)
+    stopwatch.release_memory(least=0.99)
     assert torch.cuda.memory_reserved() == reserved
-    harness.release_memory()
+    stopwatch.release_memory()
     assert torch.cuda.memory_reserved() < reserved
     with pytest.raises(RuntimeError, match="not today"):
-        harness.time_graph([_fails])
-    assert harness.time_graph([lambda: inputs[0] + 1])[1][0][0].item() == 1.0
+        stopwatch.time_graph([_fails])
+    assert stopwatch.time_graph([lambda: inputs[0] + 1])[1][0][0].item() == 1.0
 
 
 def _fails():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import harness, policy, scaling, steps, train_step
+from benchmarks import harness, policy, scaling, steps, stopwatch, train_step
 from benchmarks.baseline_unet import build_baseline
 from benchmarks.baseline_unet1d import ConditionalUnet1D, DdpmStep
 from benchmarks.cases import images_of, model_settings
@@ -141,8 +141,10 @@ def test_steps_train(monkeypatch):
 
 def test_the_table_of_steps():
     results = [
-        train_step.Result(32, "compile-bf16", "graph", harness.Timing(12e3, 11e3, 13e3), 2**31, 60),
-        train_step.Result(32, "triton-bf16", "graph", harness.Timing(4e3, 4e3, 4e3), 2**30, 9),
+        train_step.Result(
+            32, "compile-bf16", "graph", stopwatch.Timing(12e3, 11e3, 13e3), 2**31, 60
+        ),
+        train_step.Result(32, "triton-bf16", "graph", stopwatch.Timing(4e3, 4e3, 4e3), 2**30, 9),
     ]
     table = train_step.format_results(results, 38_000_000_000, 790.0).splitlines()
     assert len(table) == 4
@@ -154,7 +156,7 @@ def test_the_table_of_steps():
 def test_the_table_of_scaling(tmp_path):
     origin = harness.Provenance("gpu", "2.11", "3.6", "abc")
     table = scaling.Table({**scaling.DEFAULTS, "out": str(tmp_path)}, origin)
-    alone, together = harness.Timing(10e3, 10e3, 10e3), harness.Timing(12.5e3, 12e3, 13e3)
+    alone, together = stopwatch.Timing(10e3, 10e3, 10e3), stopwatch.Timing(12.5e3, 12e3, 13e3)
     table.add("triton", 128, 1, "-", alone, alone, True)
     table.add("triton", 128, 2, "16 MiB", together, alone, True)
     table.add("triton", 128, 2, "16 MiB", together, alone, False)  # another process
@@ -177,7 +179,7 @@ def test_the_table_of_scaling(tmp_path):
 def test_a_cut_run_leaves_its_table(tmp_path):
     origin = harness.Provenance("nvidia-h200", "2.11", "3.6", "abc")
     table = train_step.Table({**train_step.DEFAULTS, "out": str(tmp_path)}, origin)
-    timing = harness.Timing(12e3, 11e3, 13e3)
+    timing = stopwatch.Timing(12e3, 11e3, 13e3)
     few = train_step.Result(128, "triton-bf16", "graph", timing, 4 * 2**30, 9)
     table.add([few], [])
     table.add([], ["B=8 eager-fp32 graph: failed: RuntimeError: no"])

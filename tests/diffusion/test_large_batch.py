@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from benchmarks import steps
-from benchmarks.harness import relative_error, release_memory
+from benchmarks.harness import relative_error
+from benchmarks.stopwatch import release_memory
 from diffusion.runtime.distributed import Processes
 
 GIB = 2**30
