@@ -24,9 +24,13 @@ from .coefficients import affine
 
 
 @triton.jit
+def _read(ptr, offs, mask):
+    return tl.load(ptr + offs) if mask is None else tl.load(ptr + offs, mask=mask, other=0.0)
+
+
+@triton.jit
 def _load(ptr, offs, mask):
-    x = tl.load(ptr + offs) if mask is None else tl.load(ptr + offs, mask=mask, other=0.0)
-    return x.to(tl.float32)
+    return _read(ptr, offs, mask).to(tl.float32)
 
 
 @triton.jit
@@ -152,12 +156,19 @@ def channel_norm_bwd_kernel(
     sum_d = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     sum_e = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     sum_dx = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    mask_first = (offs_p < HW - first)[:, None] & mask_c[None, :] if MASKED else None
+    x_next = _read(x_ptr + (n * HW + first) * C, offs, mask_first)
+    dy_next = _read(dy_ptr + (n * HW + first) * C, offs, mask_first)
     for i in range(tiles):
         p = first + i * BLOCK_P
         at = (n * HW + p) * C
+        x, dz = x_next.to(tl.float32), dy_next.to(tl.float32)
+        # the next tile is asked for before work on this one; the last one again
+        p_next = first + tl.minimum(i + 1, tiles - 1) * BLOCK_P
+        mask_next = (offs_p < HW - p_next)[:, None] & mask_c[None, :] if MASKED else None
+        x_next = _read(x_ptr + (n * HW + p_next) * C, offs, mask_next)
+        dy_next = _read(dy_ptr + (n * HW + p_next) * C, offs, mask_next)
         mask = (offs_p < HW - p)[:, None] & mask_c[None, :] if MASKED else None
-        x = _load(x_ptr + at, offs, mask)
-        dz = _load(dy_ptr + at, offs, mask)
         x, r, slope = _statistics(x, mask, C, eps, CENTRED, EPS_IN)
         r *= factor
         x *= r[:, None]  # xhat
