@@ -49,8 +49,9 @@ def _refuse(spec: AttentionSpec, gpu: Device) -> str | None:
 
 
 def _configs(spec: AttentionSpec, gpu: Device) -> list[SplitPositions]:
-    """Of float32 tiles are shorter: each product of it may be three."""
-    most = 4096 // spec.itemsize // max(16, triton.next_power_of_2(spec.d))
+    """Of float32 tiles are shorter, for each product of it may be three. Products of 32 positions
+    and 64 channels do not overlap on Hopper."""
+    most = 64 if spec.itemsize == 2 else 1024 // triton.next_power_of_2(spec.d)
     tiles = dict.fromkeys(max(16, positions) for positions in (most, 2 * most, most // 2))
     return [SplitPositions(positions, 4) for positions in tiles]
 
