@@ -6,7 +6,9 @@
     kernels      functions under `triton.jit` or `gluon.jit` whose names end in `_kernel`
     choices      functions outside of kernels that say whether one can or should run: they return
                  bool, or a reason why not (`-> str | None`)
-    thresholds   lines with private constants of a module that are numbers, or collections of them
+    thresholds   lines with private constants of a module that are numbers, or collections of them:
+                 sizes of tiles and launches, and limits
+    limits       those of them that choices in their file name
     files, lines of Python
 
 in `triton_kernels` without `reference`, whose lines are counted apart, and the lines of the plan,
@@ -39,7 +41,7 @@ def sources(commit: str | None) -> Iterator[tuple[str, str]]:
 
 def count(files: Iterator[tuple[str, str]]) -> dict[str, int]:
     """By what is counted."""
-    names = ("kernels", "choices", "thresholds", "files", "lines")
+    names = ("kernels", "choices", "thresholds", "limits", "files", "lines")
     found = dict.fromkeys((*names, "reference", "plan", "tests", "cases"), 0)
     for path, text in files:
         lines = text.count("\n")
@@ -59,7 +61,7 @@ def count(files: Iterator[tuple[str, str]]) -> dict[str, int]:
 
 
 def places(files: Iterator[tuple[str, str]], name: str) -> Iterator[str]:
-    """file:line: text of all kernels, choices or thresholds."""
+    """file:line: text of all kernels, choices, thresholds or limits."""
     for path, text in files:
         if path.startswith("triton_kernels/") and "/reference/" not in path:
             lines = text.splitlines()
@@ -70,11 +72,19 @@ def places(files: Iterator[tuple[str, str]], name: str) -> Iterator[str]:
 def _in(module: ast.Module) -> dict[str, list[ast.stmt]]:
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
     kernels = [f for f in functions if _is_jit(f)]
+    choices = [f for f in functions if f not in kernels and _chooses(f)]
+    thresholds = [s for s in module.body if isinstance(s, ast.Assign) and _is_threshold(s)]
+    named = {name for choice in choices for name in _names(choice)}
     return {
         "kernels": [f for f in kernels if f.name.endswith("_kernel")],
-        "choices": [f for f in functions if f not in kernels and _chooses(f)],
-        "thresholds": [s for s in module.body if isinstance(s, ast.Assign) and _is_threshold(s)],
+        "choices": choices,
+        "thresholds": thresholds,
+        "limits": [s for s in thresholds if not named.isdisjoint(_names(*s.targets))],
     }
+
+
+def _names(*nodes: ast.AST) -> set[str]:
+    return {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
 def _is_jit(function: ast.FunctionDef) -> bool:

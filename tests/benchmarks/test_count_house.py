@@ -46,6 +46,7 @@ def test_what_is_counted():
         "kernels": 1,
         "choices": 2,
         "thresholds": 2,  # a line each
+        "limits": 1,
         "files": 1,
         "lines": KERNELS.count("\n"),
         "reference": 1,
@@ -61,3 +62,5 @@ def test_thresholds_are_listed_where_they_are():
         "triton_kernels/conv/a.py:3: _LEAST, _MOST = 4, 2**6",
         'triton_kernels/conv/a.py:4: _SHAPES = {"few": (1, 2)}',
     ]
+    (limit,) = places(iter(files), "limits")
+    assert limit.endswith("_LEAST, _MOST = 4, 2**6")
