@@ -142,8 +142,7 @@ def _in_waves(programs: int, at_a_time: int, start: float, steps: float) -> floa
 TILES = Kernel(
     "tiles",
     Tile,
-    lambda *_: None,
-    fwd_tiles,
+    configs=fwd_tiles,
     launch=tile_launch.forward,
     work=fwd_work,
     borrows=AMPERE,
@@ -163,9 +162,8 @@ RELAYED = Kernel(
 TILES_GRAD = Kernel(
     "tiles",
     BwdConfig,
-    lambda *_: None,
-    bwd_tiles,
-    tiles_grad_cost,
+    configs=bwd_tiles,
+    cost=tiles_grad_cost,
     launch=tile_launch.backward,
     work=bwd_work,
     fitted_by=("one_pass",),

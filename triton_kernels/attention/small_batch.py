@@ -112,7 +112,7 @@ def _refuse(spec: ProjectedSpec, gpu: Device) -> str | None:
     return None
 
 
-PER_HEAD = Kernel("per_head", PerHead, _refuse, lambda *_: [PerHead()])
+PER_HEAD = Kernel("per_head", PerHead, _refuse)
 
 
 def qkv_attention(

@@ -96,8 +96,6 @@ WEIGHT_GRADS = Op(
         Kernel(
             "in_turn",
             _InTurn,
-            lambda spec, gpu: None,
-            lambda spec, gpu: [_InTurn()],
             alike=lambda spec, gpu, _: one_after_one(spec, gpu),
             delegates=True,
         ),
@@ -136,8 +134,6 @@ TWO_WEIGHT_GRADS = Op(
         Kernel(
             "one_by_one",
             _OneByOne,
-            lambda spec, gpu: None,
-            lambda spec, gpu: [_OneByOne()],
             alike=lambda spec, gpu, _: one_after_one(spec, gpu),
             delegates=True,
         ),

@@ -197,7 +197,7 @@ CONV_STAGE = Op(
     "conv_stage",
     ("t", "rows", "channels", "taps", "side", "stride", "transposed", "batched", "dtype"),
     (
-        Kernel("stage", Alone, _refuse_alone, lambda *_: [Alone()]),
+        Kernel("stage", Alone, _refuse_alone),
         whole.KERNEL,
         Kernel("multiply", Tile, _refuse_multiply, _tiles),
     ),

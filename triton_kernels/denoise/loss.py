@@ -57,7 +57,7 @@ class LossSpec(Spec):
 LOSS = Op(
     "denoise_loss",
     ("h", "w", "c", "co", "dtype", "prediction", "keep"),
-    (Kernel("denoise_loss", _LossConfig, lambda *_: None, lambda *_: _LOSS_CONFIGS),),
+    (Kernel("denoise_loss", _LossConfig, configs=lambda *_: _LOSS_CONFIGS),),
     similar=False,
 )
 

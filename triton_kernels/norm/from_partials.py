@@ -103,7 +103,7 @@ NORM_OF_SUMS = Op(
             lambda spec, _: [sums_config(spec)],
             untimed=_untimed,
         ),
-        Kernel("two_launches", TwoLaunches, lambda *_: None, lambda *_: [TwoLaunches()]),
+        Kernel("two_launches", TwoLaunches),
     ),
     similar=False,
 )

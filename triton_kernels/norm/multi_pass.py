@@ -243,5 +243,5 @@ def _configs(*_: Any) -> list[MultiPass]:
     return [MultiPass()]
 
 
-MULTI_PASS = Kernel("multi_pass", MultiPass, lambda *_: None, _configs, _cost, _forward)
-MULTI_PASS_GRAD = Kernel("multi_pass", MultiPass, lambda *_: None, _configs, _cost, _backward)
+MULTI_PASS = Kernel("multi_pass", MultiPass, configs=_configs, cost=_cost, launch=_forward)
+MULTI_PASS_GRAD = Kernel("multi_pass", MultiPass, configs=_configs, cost=_cost, launch=_backward)

@@ -36,8 +36,10 @@ class Kernel(Generic[C]):
 
     name: str
     config: type[C]  # of which every configuration is one
-    refuse: Callable[[Spec, Device], str | None]  # why it cannot compute this on this GPU, or None
-    configs: Callable[[Spec, Device], Sequence[C]]  # those that can; asked only if not refused
+    # why it cannot compute this on this GPU, or None; without one it computes everything
+    refuse: Callable[[Spec, Device], str | None] = lambda spec, gpu: None
+    # those that can; asked only if not refused. Without one there is a single configuration
+    configs: Callable[[Spec, Device], Sequence[C]] | None = None
     # microseconds that a configuration is predicted to take; None: taken only where measured
     cost: Callable[[Spec, Device, C], float] | None = None
     launch: Callable[..., Any] | None = None  # of a configuration and the op's operands
@@ -54,6 +56,10 @@ class Kernel(Generic[C]):
     # why it is not to be taken, though it can compute this: nobody has measured that it pays
     untimed: Callable[[Spec, Device], str | None] | None = None
     adds: tuple[str, ...] = ()  # terms of an epilogue, of `spec.TERMS`; it refuses all others
+
+    def __post_init__(self) -> None:
+        if self.configs is None:
+            object.__setattr__(self, "configs", lambda spec, gpu: [self.config()])
 
     def model(self, spec: Spec, gpu: Device, config: C) -> float | None:
         """Microseconds by parameters that were fitted to times; None: there are none."""

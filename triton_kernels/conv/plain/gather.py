@@ -232,10 +232,9 @@ FORWARD, INPUT_GRAD = (
     Kernel(
         "gather",
         Config,
-        lambda spec, gpu: None,
-        partial(_fitting, grad=grad),
-        partial(_cost, grad=grad),
-        launch,
+        configs=partial(_fitting, grad=grad),
+        cost=partial(_cost, grad=grad),
+        launch=launch,
     )
     for grad in (False, True)
 )

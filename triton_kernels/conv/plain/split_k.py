@@ -405,7 +405,6 @@ CONV_SPLIT = Op(
             "early_parts",
             EarlyParts,
             _refuse_early,
-            lambda *_: [EarlyParts()],
             adds=("extra",),
             work=lambda spec, gpu, _: split_work(spec, gpu),
             untimed=untimed_split,
