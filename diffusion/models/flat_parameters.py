@@ -67,7 +67,7 @@ class FlatParameters:
         if dtype != self.param.dtype:
             self.shadow = self._copied(dtype)
         elif tf32:
-            self.shadow = rounded_to_tf32(self.param)
+            self.shadow = self._copied() if is_rehearsal() else rounded_to_tf32(self.param)
         else:
             return self.param
         return self.shadow

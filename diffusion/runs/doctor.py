@@ -28,7 +28,7 @@ from ..errors import ConfigError, writing
 from ..presets import preset
 from ..runtime.distributed import choose_device
 from ..runtime.host import free_memory, processors
-from ..runtime.precompile import TRAINED, compile_ahead
+from ..runtime.precompile import compile_ahead
 from ..settings import construct
 from ..training.train_step import TrainStep
 from .precompile_worker import training_step
@@ -181,7 +181,7 @@ def _step(settings: DoctorSettings, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"of": f"{name}, {batch} images of {side}x{side}"}
     if on_gpu:
         step = training_step(job, device)
-        compile_ahead("train", job, job, device, TRAINED * step.flat.param.numel())
+        compile_ahead("train", job, job, device)
         found["ours, ms"] = _milliseconds(step, device)
         found["gradient is finite"] = bool(step.norm.isfinite().item())
         step.release()

@@ -30,7 +30,7 @@ from ..process.timesteps import LossAwareTimesteps
 from ..runtime.backend import Backend, determinism, tried, untried_backend
 from ..runtime.distributed import Processes, choose_device, own_rank
 from ..runtime.host import threads_are_ours, threads_chosen
-from ..runtime.precompile import TRAINED, compiling_ahead, described, prepare
+from ..runtime.precompile import compiling_ahead, described, prepare
 from ..runtime.startup import START_UP
 from ..settings import construct, shown
 from ..tracking.environment import environment, note_environment
@@ -362,9 +362,7 @@ def _compiling_ahead(
     }
     if isinstance(task, ImageTask) and settings.sample_count:
         job["preview"] = {"count": settings.sample_count, "steps": settings.sample_steps}
-    parameters = step.flat.param
-    memory = TRAINED * parameters.numel()
-    return compiling_ahead("train", job, job, parameters.device, memory)
+    return compiling_ahead("train", job, job, step.flat.param.device)
 
 
 def _describe(

@@ -24,7 +24,7 @@ from triton_kernels.runtime.launch_recorder import rehearsal
 from ..errors import ConfigError, writing
 from ..factory import MODELS
 from ..runtime.distributed import choose_device
-from ..runtime.precompile import TRAINED, compile_ahead
+from ..runtime.precompile import compile_ahead
 from ..runtime.progress import Progress
 from ..settings import construct
 from .precompile_worker import training_step
@@ -108,8 +108,7 @@ def tune(config: dict[str, Any]) -> None:
     if found.shapes == 0:
         return
     end = time.monotonic() + 60 * settings.minutes
-    memory = TRAINED * step.flat.param.numel()
-    compile_ahead("tune", settings.job, settings.job | {"left": found.shapes}, device, memory)
+    compile_ahead("tune", settings.job, settings.job | {"left": found.shapes}, device)
     measured, complete = _measure(settings, gpu, step, path, found.shapes, end)
     _report(measured)
     print(f"{len(measured.rows)} rows in {path}, which are used from now on")

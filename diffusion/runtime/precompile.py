@@ -45,8 +45,7 @@ _LIMIT, _MOST = "TRITON_DIFFUSION_COMPILERS", 16
 _FEWEST = 8  # launches for which the worker, which imports for seconds, is worth it
 _LEAST = 4  # processes; fewer gain little over one that compiles on its way
 _MEMORY = 2**30  # bytes of the host that a process takes to compile
-# bytes that the worker takes for each parameter, with moments, averages and copies
-TRAINED, DRAWN = 24, 12
+DRAWN = 12  # bytes that the worker takes for each parameter that it reads; of a step it reads none
 _SILENT = 10.0  # seconds between two lines, where no bar is shown
 _OF_TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
