@@ -139,8 +139,17 @@ IN_OTHERS = {
     "dx of what halves the image": "strided",
     "dx of a convolution alone on the small image": "strided",
 }
-# those of attention as others write it, of 16 bits, and of channels that kernels want padded
+# those of attention and of norms over channels as others write them, of 16 bits beside float32, as
+# under autocast, and of channels that kernels want padded
 IN_NONE = {
+    "added behind a norm over channels",
+    "a norm over channels in two types",
+    "concatenations as they are read",
+    "operands of a sum widened by PyTorch",
+    "parts read where they lie",
+    "parts cast where they are read",
+    "operands widened by PyTorch",
+    "channels read where they lie",
     "q, k and v are one product",
     "k and v are one product",
     "few channels of a result padded",
