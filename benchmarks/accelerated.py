@@ -1,8 +1,10 @@
-"""Time diffusers' UNets as `diffusion.accelerate` runs them, beside torch.compile.
+"""Time diffusers' UNets as `diffusion.accelerate` runs them, and that of
+denoising-diffusion-pytorch, beside torch.compile.
 
     python -m benchmarks.accelerated [key=value ...]
 
-    models=ddpm_cifar10,butterflies  networks of diffusers, see `NETWORKS` (also stable_diffusion)
+    models=ddpm_cifar10,butterflies  networks, see `NETWORKS` (also stable_diffusion and
+                                     denoising_diffusion)
     batch=128,16                     images, one number a model
     what=train,evaluate
     loop=false                       true: in an ordinary Python loop, without a graph around it
@@ -26,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import harness, precompile, stopwatch
+from benchmarks import denoising_diffusion, harness, precompile, stopwatch
 from benchmarks.harness import Row, WrongResult, check_choice, relative_error
 from benchmarks.papers import in_turns
 from benchmarks.steps import fused_adamw
@@ -56,6 +58,8 @@ NETWORKS = {
         "sample_size": 64,
         "cross_attention_dim": 768,
     },
+    # the example of denoising-diffusion-pytorch, of smaller images
+    "denoising_diffusion": {"sample_size": 64, "dim": 64, "dim_mults": (1, 2, 4, 8)},
 }
 DEFAULTS = {
     "models": ("ddpm_cifar10", "butterflies"),
@@ -108,11 +112,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build(model: str, device: torch.device) -> nn.Module:
-    """The network of diffusers, of seed 0, channels_last."""
+    """The network, of seed 0, channels_last."""
     from diffusers import UNet2DConditionModel, UNet2DModel
 
     torch.manual_seed(0)
     made = UNet2DConditionModel if "cross_attention_dim" in NETWORKS[model] else UNet2DModel
+    made = made if library(model) == "diffusers" else denoising_diffusion.Unet
     if harness.is_unwritten(device):  # parameters that nobody draws
         with torch.device("meta"):
             network = made(**NETWORKS[model])
@@ -120,6 +125,11 @@ def build(model: str, device: torch.device) -> nn.Module:
     else:
         network = made(**NETWORKS[model])
     return network.to(device, memory_format=torch.channels_last)
+
+
+def library(model: str) -> str:
+    """Whose network it is."""
+    return "lucidrains" if "dim_mults" in NETWORKS[model] else "diffusers"
 
 
 def inputs(model: str, batch: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -273,7 +283,7 @@ def time_case(
     else:
         ours = captured(runner(what, model, batch, device, partial(Accelerated, capture=False)))
     size, origin = NETWORKS[model]["sample_size"], harness.provenance()
-    shape = f"{batch}x{size}x{size}x{channels(model)} diffusers:{model}"
+    shape = f"{batch}x{size}x{size}x{channels(model)} {library(model)}:{model}"
     op, pass_ = ("train_step", "step") if what == "train" else ("unet_forward", "fwd")
     # as the other benchmarks of steps name it
     suffix = " loop" if loop else " graph" if what == "train" else ""

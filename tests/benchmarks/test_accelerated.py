@@ -7,6 +7,7 @@ from torch import nn
 from benchmarks import accelerated
 from benchmarks.harness import WrongResult
 from diffusion.errors import ConfigError
+from diffusion.plan.trace import trace
 from tests.benchmarks.compiled_kernels import SMALL
 
 CPU = torch.device("cpu")
@@ -16,6 +17,18 @@ CPU = torch.device("cpu")
 def small(monkeypatch):
     monkeypatch.setattr(accelerated, "NETWORKS", {"small": SMALL})
     return "small"
+
+
+def test_what_denoising_diffusion_pytorch_has(monkeypatch, capsys):
+    """Its network is planned, with each of its norms and linear attentions as one op."""
+    small = {"sample_size": 8, "dim": 8, "dim_mults": (1, 2, 2)}
+    monkeypatch.setattr(accelerated, "NETWORKS", {"small": small})
+    accelerated.check("small", CPU)
+    assert "small: gradient off by" in capsys.readouterr().out
+    _, *given = accelerated.inputs("small", 2, CPU)
+    graph = trace(accelerated.build("small", CPU), tuple(given)).graph
+    assert graph.count()["linear_attention"] == 4 and graph.count()["channel_norm"] == 41
+    assert not {"arith", "mul"} & {node.op for node in graph.nodes if len(node.out.shape) == 4}
 
 
 @pytest.mark.parametrize(
