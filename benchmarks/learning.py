@@ -57,7 +57,7 @@ from diffusion.plan.embedding import TOGETHER
 from diffusion.process.objective import Objective
 from diffusion.runtime.backend import TORCH_FP32, choose_backend
 from diffusion.runtime.distributed import Processes, choose_device
-from diffusion.runtime.precompile import TRAINED, compile_ahead, described
+from diffusion.runtime.precompile import compile_ahead, described
 from diffusion.sampling.draw import draw
 from diffusion.tracking.pictures import grid
 from diffusion.training.build_step import build_step
@@ -199,7 +199,7 @@ def ours(provider: str, settings: dict, data: ImageSet, judge: Judge) -> Way:
         job = {"model": judge.model_settings, "diffusion": {}, "optim": optim, "train": train}
         job |= {"images": described(data.images), "labels": None, "vectors": None}
         job |= {"context": None, "flip": True, "preview": None}
-        compile_ahead("train", job, job, judge.device, TRAINED * flat.param.numel())
+        compile_ahead("train", job, job, judge.device)
     shadow = [] if flat.shadow is None else [flat.shadow]
     buffers = [flat.param, flat.exp_avg, flat.exp_avg_sq, flat.ema, *shadow]
     before = [buffer.clone() for buffer in buffers]
