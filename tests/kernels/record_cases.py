@@ -31,9 +31,10 @@ import triton_kernels
 from benchmarks import goldens
 from diffusion.runs.precompile_worker import train
 from triton_kernels.attention import attention_bwd_rows
+from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split, split_spec
 from triton_kernels.noise.loss_aware import draw_weighted_timesteps, record_losses
 from triton_kernels.registry.chips import CHIPS
-from triton_kernels.runtime.device import Device
+from triton_kernels.runtime.device import Device, describe
 from triton_kernels.runtime.launch_recorder import Launch, rehearsal
 
 from .compile_only import RECORDED, box_layout
@@ -133,6 +134,7 @@ def _others() -> dict[str, Callable[[], None]]:
         "long attention": _long_attention,
         "channel norms": _channel_norms,
         "linear attention": _linear_attention,
+        "parts of a sum through pointers": _parts_through_pointers,
     } | {
         f"train {name}": lambda o=options, p=precision: _train(network | o, p)
         for name, (options, precision) in trained.items()
@@ -164,6 +166,21 @@ def _long_attention() -> None:
         o, lse = triton_kernels.fused_ops.attention_forward(qkv, heads, order)
         place = torch.empty if t % 256 else None
         attention_bwd_rows(torch.empty_like(o), qkv, o, lse, heads, order, False, place)
+
+
+def _parts_through_pointers() -> None:
+    """By their kernel, which `untimed` may keep from being chosen."""
+    kernel = CONV_SPLIT.kernel("pointer_parts")
+    for extra in ((), (192, 128)):
+        x, weight = torch.empty(1, 16, 16, 192).bfloat16(), torch.empty(128, 192, 3, 3).bfloat16()
+        weight = weight.to(memory_format=torch.channels_last)
+        others = [
+            (torch.empty(1, 16, 16, c, dtype=x.dtype), torch.empty(128, c, dtype=x.dtype))
+            for c in extra
+        ]
+        spec, gpu = split_spec(x, weight, others), describe(x.device)
+        if CONV_SPLIT.cannot(kernel, spec, gpu) is None:
+            conv_split(x, weight, extra=others, config=kernel.configs(spec, gpu)[0])
 
 
 def _linear_attention() -> None:
