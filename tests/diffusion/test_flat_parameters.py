@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 from diffusion.models.flat_parameters import FlatParameters
+from triton_kernels.registry.chips import chip
+from triton_kernels.runtime.device import is_rehearsal, standing_for
 
 
 def small_model() -> nn.Module:
@@ -77,3 +79,18 @@ def test_a_parameter_with_gaps_is_refused():
     model.weight = nn.Parameter(torch.zeros(4, 8)[:, ::2])
     with pytest.raises(ValueError, match="gaps"):
         FlatParameters(model)
+
+
+def test_only_a_rehearsal_has_no_numbers():
+    """Nor does another chip's code that is launched here, for which launchers take the GPU."""
+    for rehearses in (False, True):
+        model = nn.Linear(3, 5)
+        before = model.weight.detach().clone()
+        with standing_for(chip("a100").gpu, rehearses=rehearses):
+            assert is_rehearsal() == rehearses
+            flat = FlatParameters(model)
+            low = flat.low(torch.bfloat16)
+        if not rehearses:
+            assert torch.equal(model.weight, before) and torch.equal(low, flat.param.bfloat16())
+            assert torch.equal(flat.ema, flat.param) and not flat.grad.any()
+    assert not is_rehearsal()

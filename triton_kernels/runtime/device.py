@@ -57,7 +57,8 @@ _VARIABLE = "TRITON_KERNELS_OFF"  # what is off from the start, with commas betw
 kernels: set[str] = set()
 _off: dict[str, str] | None = None  # family or kernel -> why; None: not looked at yet
 
-_stood_for: Device | None = None  # by tensors in the host's memory, in a rehearsal
+_stood_for: Device | None = None  # by whatever tensors there are, see `standing_for`
+_rehearses = False
 
 
 def describe(device: torch.device) -> Device:
@@ -129,18 +130,20 @@ def on_gpu(device: torch.device) -> bool:
 
 def is_rehearsal() -> bool:
     """Whether tensors in the host's memory stand for a GPU's, and no kernel writes to them."""
-    return _stood_for is not None
+    return _rehearses
 
 
 @contextmanager
-def standing_for(gpu: Device) -> Iterator[None]:
-    """Within the block launchers take any device for this GPU. See `rehearsal`."""
-    global _stood_for
-    before, _stood_for = _stood_for, gpu
+def standing_for(gpu: Device, rehearses: bool = True) -> Iterator[None]:
+    """Within the block launchers take any device for this GPU. See `rehearsal`; if it is none,
+    kernels are launched, and tensors have numbers."""
+    global _stood_for, _rehearses
+    before = _stood_for, _rehearses
+    _stood_for, _rehearses = gpu, rehearses
     try:
         yield
     finally:
-        _stood_for = before
+        _stood_for, _rehearses = before
 
 
 @lru_cache
