@@ -193,9 +193,6 @@ def test_other_kernels_themselves(options, tma, device, request, monkeypatch):
     monkeypatch.setattr(
         pointer_split, "split", lambda *given: through_pointers.append(split(*given))
     )
-    untimed = pointer_split.KERNEL.untimed
-    object.__setattr__(pointer_split.KERNEL, "untimed", None)
-    request.addfinalizer(lambda: object.__setattr__(pointer_split.KERNEL, "untimed", untimed))
     pointers = not tma or "model_channels" in options  # TMA addresses channels by 8
     options = {"channel_mult": (1, 2), "attention_resolutions": (2,)} | options
     model = make(options, (4, 6)).to(device).eval()

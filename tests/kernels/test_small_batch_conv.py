@@ -16,6 +16,7 @@ from triton_kernels.conv.plain.small_batch import EarlyConfig
 from triton_kernels.conv.plain.split_k import CONV_SPLIT, SplitConfig
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import CHIPS
+from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.device import describe
 from triton_kernels.tf32 import rounded_to_tf32
@@ -109,7 +110,8 @@ def test_parts_through_pointers_are_for_what_tma_cannot_fetch():
     assert "TMA" in CONV_SPLIT.cannot(kernel, spec, HOPPER)
     odd = dataclasses.replace(spec, k=100)
     for gpu, its in ((AMPERE, spec), (ADA, spec), (AMPERE, odd), (HOPPER, odd)):
-        assert CONV_SPLIT.cannot(kernel, its, gpu) is None and CONV_SPLIT.apart(its, gpu) is None
+        assert CONV_SPLIT.why_apart(its, gpu) is None
+        assert select(CONV_SPLIT, its, gpu).kernel is kernel
         for config in kernel.configs(its, gpu):
             steps = count_steps(config.block_k, its)
             each = -(-steps // config.parts)
@@ -117,7 +119,7 @@ def test_parts_through_pointers_are_for_what_tma_cannot_fetch():
             assert 0 < kernel.predict(its, gpu, config) < 100
     # wgmma, whose chains are quick, is for what TMA fetches
     several = (dataclasses.replace(its, n=16) for its in (spec, odd))
-    apart, joined = (CONV_SPLIT.apart(its, HOPPER) for its in several)
+    apart, joined = (CONV_SPLIT.why_apart(its, HOPPER) for its in several)
     assert "64 whole tiles" in apart and joined is None
     wide = dataclasses.replace(spec, dtype="fp32")
     assert "TF32" in CONV_SPLIT.cannot(kernel, wide, AMPERE)

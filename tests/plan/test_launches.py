@@ -17,14 +17,17 @@ from diffusion.plan.step.network import step_kernels
 from triton_kernels.registry.chips import chip
 
 found = {}
-for batch, precision in ((1, "bf16"), (16, "bf16"), (1, "tf32"), (1, "fp32")):
+for key, batch, precision, name in (
+    (1, 1, "bf16", "h200"), (16, 16, "bf16", "h200"), ("tf32", 1, "tf32", "h200"),
+    ("fp32", 1, "fp32", "h200"), ("a100", 1, "bf16", "a100"),
+):
     network, args, _ = example("unet64", batch, "", precision)
-    shape, cpu, gpu = torch.Size((batch, 64, 64, 3)), torch.device("cpu"), chip("h200")
+    shape, cpu, gpu = torch.Size((batch, 64, 64, 3)), torch.device("cpu"), chip(name)
     ops = step_kernels(network.backend)
     made = sampling_plan(network.eval(), shape, cpu, ops, 0, gpu.gpu)
     nodes = [n for n in made.schedule.nodes if n not in made.schedule.fixed and n.op != "columns"]
     kernels = launched(made, gpu, ops)
-    found[batch if precision == "bf16" else precision] = {
+    found[key] = {
         "ops": made.graph.count(),
         "launches": sum(len(names) for n in nodes for names in [kernels[n].kernels]),
         "blocks": [[n.op, n.source.split(" of ")[-1], *kernels[n].kernels] for n in nodes],
@@ -101,6 +104,13 @@ def test_a_residual_block_of_one_image_in_32_bits(found, precision):
     assert block("input_blocks.1.0") == ["norm_of_sums", "conv_few"] * 2
     assert block("input_blocks.5.0")[:3] == ["norm_of_sums", "conv_split", "sum_parts"]
     assert block("input_blocks.10.0") == ["norm_single_cta", "conv_split"] * 2
+
+
+def test_a_residual_block_of_one_image_without_tma(found):
+    """In parts, too, through pointers."""
+    block = [row for row in found["a100"]["blocks"] if row[1].startswith("input_blocks.10.0")]
+    assert [row[0] for row in block] == ["norm_single_cta", "conv_split"] * 2
+    assert [row[2] for row in block[1::2]] == ["conv_pointer_split_kernel"] * 2
 
 
 def test_products(found):

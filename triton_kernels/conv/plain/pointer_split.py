@@ -95,16 +95,4 @@ def _cost(spec: ConvSpec, gpu: Device, c: PointerParts) -> float:
     return us + of_passes(2 * part_bytes(c.parts, spec), launches=0)
 
 
-def _untimed(spec: ConvSpec, gpu: Device) -> str:
-    return "an evaluation by the code of sm_80 was wrong with it on a GPU, and why is not known"
-
-
-KERNEL = Kernel(
-    "pointer_parts",
-    PointerParts,
-    _refuse,
-    _configs,
-    _cost,
-    adds=("extra",),
-    untimed=_untimed,
-)
+KERNEL = Kernel("pointer_parts", PointerParts, _refuse, _configs, _cost, adds=("extra",))
