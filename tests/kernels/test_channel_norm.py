@@ -289,14 +289,17 @@ def test_what_the_registry_says_of_it():
 @pytest.mark.parametrize("channels", [1, 48, 64, 320, 512, 1280, 4096, MOST_CHANNELS])
 @every_norm
 def test_on_a_gpu(channels, how, dtype, monkeypatch):
-    """Every configuration, three times each."""
+    """Every configuration, three times each. For results in bfloat16 silu' is of tanh.approx, wrong
+    by up to 2^-12 of dy in each pixel (`test_activations`): independent errors beside a sum that
+    grows with the pixels."""
+    floor = ROUNDINGS + (2**-12 / (4 * 9 * 33) ** 0.5 if dtype == torch.bfloat16 else 0)
     case = make_case((4, 9, 33, channels), dtype=dtype, device="cuda", mean=1.0)
     gpu, (kernel,) = describe(torch.device("cuda")), CHANNEL_NORM.kernels
     specs = (ChannelNormSpec(4, "bf16", 297, channels, grad=grad) for grad in (False, True))
     for config in dict.fromkeys(c for spec in specs for c in kernel.configs(spec, gpu)):
         take(monkeypatch, channel_norm=config, channel_norm_bwd=config)
         for _ in range(3):
-            check(case, activation="silu", **how)
+            check(case, floor, activation="silu", **how)
 
 
 def test_module_of_pytorch(device):
