@@ -16,6 +16,7 @@ from triton_kernels import fused_ops
 from triton_kernels.runtime.device import describe, on_gpu
 
 from ..models.layers import Layer
+from ..runtime.backend import ready_kernels
 from ..runtime.precompile import compile_recorded, compiles_ahead
 from .build import Plan, plan
 from .compile_ahead import launches_of
@@ -175,19 +176,25 @@ class Accelerated(nn.Module):
 
     def _new_plan(self, key: tuple, call: tuple) -> Plan:
         """A new plan, which the next call finds."""
+        device = self._device(call)
+        if device.type == "cuda":
+            ready_kernels(device)
         made = self._made(*call)
-        if self._launch is None:
-            self._compile(made, *call)
+        if self._launch is None and compiles_ahead(device):
+            self._compile(made, device, *call)
         self._plans[key] = [*self._plans.get(key, [])[1 - _KEPT :], made]
         return made
 
-    def _compile(self, made: Plan, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Have many processes compile what the plan launches, on a GPU."""
-        parameters = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        tensors = [*made.traced.leaves(args, kwargs), *map(parameters.get, made.graph.parameters)]
-        device = next((x.device for x in tensors), torch.device("cpu"))
-        if not compiles_ahead(device):
-            return
+    def _device(self, call: tuple) -> torch.device:
+        """Where the arguments are, or else the parameters."""
+        tensors = (x for x in leaves(call) if isinstance(x, Tensor))
+        found = next((x.device for x in (*tensors, *self.module.parameters())), None)
+        return torch.device("cpu") if found is None else found
+
+    def _compile(self, made: Plan, device: torch.device, args: tuple, kwargs: dict) -> None:
+        """Have many processes compile what the plan launches."""
+        states = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        tensors = [*made.traced.leaves(args, kwargs), *map(states.get, made.graph.parameters)]
         try:
             compile_recorded(lambda: launches_of(made, tensors, describe(device)), device)
         except Exception as error:  # of what has been recorded or written: nothing depends on it

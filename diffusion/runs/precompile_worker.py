@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from triton_kernels.registry.rows import unmeasured
 from triton_kernels.registry.search import search
+from triton_kernels.runtime.cache_keys import settle_cache_keys
 from triton_kernels.runtime.compile_launches import compile_launches
 from triton_kernels.runtime.device import Device, describe, is_rehearsal
 from triton_kernels.runtime.launch_file import read_launches
@@ -212,6 +213,7 @@ def main() -> None:
     gpu = Device(*order["gpu"])
     if order["job"] == RECORDED:
         launches = sorted(read_launches(Path(order["settings"]["file"])), key=_is_quick)
+        settle_cache_keys()  # as those who launch them have done
         needed = len(launches)
     else:
         launches, needed = rehearsed(JOBS[order["job"]], order["settings"], gpu)

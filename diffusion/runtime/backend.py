@@ -83,11 +83,7 @@ def untried_backend(
     if name == "auto":
         name = "triton" if on_gpu(device) else "torch"
     if name == "triton":
-        settle_cache_folder()
-        settle_cache_keys()  # before the first kernel, which trying them launches
-        if device.type == "cuda":  # not in a rehearsal, which stands for a GPU
-            with _wrong_names():
-                settle_compiler(device)
+        _settle(device)
     if name == "triton" and interpreted and precision == "bf16":
         raise ConfigError("Triton's interpreter computes bf16 wrongly; use fp32")
     allow_tf32 = precision != "fp32"
@@ -95,6 +91,24 @@ def untried_backend(
     torch.backends.cudnn.allow_tf32 = allow_tf32
     ops = triton_kernels if name == "triton" else reference
     return Backend(name, ops, PRECISIONS[precision], allow_tf32)
+
+
+def _settle(device: torch.device) -> None:
+    """What names and contents of compiled kernels depend on, before the first of them, which trying
+    them launches."""
+    settle_cache_folder()
+    settle_cache_keys()
+    if device.type == "cuda":  # not in a rehearsal, which stands for a GPU
+        with _wrong_names():
+            settle_compiler(device)
+
+
+@lru_cache  # every new plan asks
+def ready_kernels(device: torch.device) -> None:
+    """What `choose_backend` does for the kernels on a GPU, for a caller who has no backend. The log
+    names those that are off. ConfigError: none is right there."""
+    _settle(device)
+    tried(Backend("triton", triton_kernels), device, required=True)
 
 
 def tried(backend: Backend, device: torch.device, required: bool) -> Backend:
