@@ -48,7 +48,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "attention_fwd_kept_kernel": _REGISTERS,
     "attention_fwd_streamed_kernel": _REGISTERS,
     "_im2col_fwd_kernel": _NONE,
-    "channel_norm_bwd_kernel": [({"arch": 120}, Expect(spills=4)), ({}, Expect())],
     "conv1d_apply_kernel": Expect(tma=False),
     "conv1d_head_kernel": Expect(tma=False),
     "conv1d_multiply_kernel": [
