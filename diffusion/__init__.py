@@ -291,7 +291,8 @@ def accelerate(module: "nn.Module", capture: bool = True) -> "nn.Module":
     graphs keep the memory of one call. `capture=False`: every call is launched.
 
     The first call with new shapes traces and plans. It raises `diffusion.plan.graph.PlanError` for
-    an op that cannot be planned, with the line of the module that calls it.
+    an op that cannot be planned, with the line of the module that calls it, and ConfigError on a
+    GPU for which no kernel is right.
     """
     from .plan.accelerate import Accelerated
 

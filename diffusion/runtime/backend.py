@@ -108,7 +108,13 @@ def ready_kernels(device: torch.device) -> None:
     """What `choose_backend` does for the kernels on a GPU, for a caller who has no backend. The log
     names those that are off. ConfigError: none is right there."""
     _settle(device)
-    tried(Backend("triton", triton_kernels), device, required=True)
+    try:
+        with _wrong_names():
+            off = kernels_off(device)
+    except RuntimeError as error:
+        raise ConfigError(f"the kernels cannot be used on {device}: {error}") from None
+    for line in off:
+        log.warning("%s", line)
 
 
 def tried(backend: Backend, device: torch.device, required: bool) -> Backend:

@@ -6,7 +6,9 @@ import pickle
 import pytest
 import torch
 
+from diffusion.errors import ConfigError
 from diffusion.plan import accelerate as accelerated
+from diffusion.runtime import backend
 from tests.end_to_end.run import run
 from tests.plan.compiled_ahead import NAMES
 from triton_kernels.runtime.launch_file import write_launches
@@ -46,3 +48,16 @@ def test_a_network_runs_without_what_could_not_be_compiled_ahead(monkeypatch, ca
     with caplog.at_level("INFO"):
         assert fast(torch.ones(2, 3)).shape == (2, 3)
     assert "kernels are compiled at their first launch" in caplog.text
+
+
+def test_a_gpu_without_right_kernels_is_named(monkeypatch):
+    def wrong(device):
+        raise RuntimeError("no kernel computes a small convolution: off by 3.0 %")
+
+    monkeypatch.setattr(backend, "_settle", lambda device: None)
+    monkeypatch.setattr(backend, "kernels_off", wrong)
+    with pytest.raises(ConfigError, match="the kernels cannot be used on cuda:0: no kernel"):
+        backend.ready_kernels(torch.device("cuda", 0))
+    monkeypatch.setattr(backend, "kernels_off", lambda device: ["kernels named tma are off"])
+    backend.ready_kernels(torch.device("cuda", 0))  # asked again, since it had failed
+    backend.ready_kernels.cache_clear()
