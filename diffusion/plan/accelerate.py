@@ -109,22 +109,18 @@ class Accelerated(nn.Module):
         """What a plan makes of arguments as `plan_of` gives them."""
         inputs = made.traced.leaves(args, kwargs)
         with _MODULES:
-            tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+            tensors = self._states()
         written = made.traced.written
         parameters = [
             tensors[name].clone() if name in written else tensors[name]
             for name in made.graph.parameters
         ]
-        replay = None
-        if self._replays is not None:
-            places = enumerate(made.graph.parameters, len(inputs))
-            fixed = [i for i, name in places if name not in written]
-            replay = self._replays.of(made, [*inputs, *parameters], fixed)
+        given = [*inputs, *parameters]
+        replay = None if self._replays is None else self._replays.of(made, given)
         if made.backward is not None:
-            given = made, self._launch, replay, len(inputs), *inputs, *parameters
-            outputs = Planned.apply(*given)
+            outputs = Planned.apply(made, self._launch, replay, len(inputs), *given)
         elif replay is not None:
-            outputs = replay.forward([*inputs, *parameters])
+            outputs = replay.forward(given)
         else:
             with torch.no_grad():
                 outputs, _ = evaluate(made, inputs, parameters, self._launch)
@@ -179,7 +175,7 @@ class Accelerated(nn.Module):
         device = self._device(call)
         if device.type == "cuda":
             ready_kernels(device)
-        made = self._made(*call)
+        made = self._made(device, *call)
         if self._launch is None and compiles_ahead(device):
             self._compile(made, device, *call)
         self._plans[key] = [*self._plans.get(key, [])[1 - _KEPT :], made]
@@ -193,22 +189,25 @@ class Accelerated(nn.Module):
 
     def _compile(self, made: Plan, device: torch.device, args: tuple, kwargs: dict) -> None:
         """Have many processes compile what the plan launches."""
-        states = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        states = self._states()
         tensors = [*made.traced.leaves(args, kwargs), *map(states.get, made.graph.parameters)]
         try:
             compile_recorded(lambda: launches_of(made, tensors, describe(device)), device)
         except Exception as error:  # of what has been recorded or written: nothing depends on it
             log.info("kernels are compiled at their first launch, one at a time: %s", error)
 
-    def _made(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
+    def _states(self) -> dict[str, Tensor]:
+        """The module's parameters and buffers."""
+        return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+
+    def _made(self, device: torch.device, args: tuple, kwargs: dict[str, Any]) -> Plan:
         gradients = torch.is_grad_enabled()
         trains = gradients and any(p.requires_grad for p in self.module.parameters())
         tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         of_inputs = tuple(i for i, x in enumerate(tensors) if gradients and x.requires_grad)
-        device = next((x.device for x in (*tensors, *self.module.parameters())), None)
         tf32, joins = self._tf32(), None
         exact = any(p.dtype == torch.float64 for p in self.module.parameters())
-        if device is not None and on_gpu(device) and not exact:
+        if on_gpu(device) and not exact:
             joins = fused_ops, describe(device)
         options = {"trains": trains, "of_inputs": of_inputs, "tf32": tf32, "joins": joins}
         made = plan(self.module, args, kwargs, **options)

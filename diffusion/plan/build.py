@@ -36,6 +36,19 @@ class Plan:
         return self.traced.graph
 
     @cached_property
+    def fixed(self) -> list[int]:
+        """Which of the inputs and parameters, counted through, are parameters that the call only
+        reads: those whose place counts."""
+        names, written = self.graph.parameters, self.traced.written
+        return [i for i, x in enumerate(names, len(self.graph.inputs)) if x not in written]
+
+    @cached_property
+    def gives_back(self) -> bool:
+        """Whether a result is a view of what the caller has given."""
+        given = {*self.graph.inputs, *self.graph.parameters.values()}
+        return not given.isdisjoint(self.memory)
+
+    @cached_property
     def memory(self) -> list[Value]:
         """Of each result the value in whose memory it is: itself, or one that was there before."""
         over = {node.out: node.inputs["x"] for node in self.graph.nodes if node.op in FREE}

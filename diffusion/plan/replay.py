@@ -17,7 +17,7 @@ them:
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -52,26 +52,24 @@ class Replays:
     def __reduce__(self) -> tuple:
         return Replays, ()  # a copy has graphs of its own
 
-    def of(self, made: Plan, tensors: Sequence[Tensor], fixed: Sequence[int]) -> "Replay | None":
-        """The graphs for a call, whose tensors with these numbers are parameters; None: it is
-        launched. The call has them until its `Replay` is done, or nobody has that any more."""
-        if not _is_ready(tensors) or made.retained or not may_be_captured(made):
+    def of(self, made: Plan, tensors: Sequence[Tensor]) -> "Replay | None":
+        """The graphs for a call with these inputs and parameters; None: it is launched. The call
+        has them until its `Replay` is done, or nobody has that any more."""
+        if not _is_ready(tensors) or made.retained or made.gives_back:
             return None
         with self._lock:
             using = None if self._using is None else self._using()
             if using is not None and not using.is_done:
                 return None
-            graphs = self._graphs(made, tensors, fixed)
+            graphs = self._graphs(made, tensors)
             if graphs is None:
                 return None
             replay = Replay(graphs, self._turn)
             self._using = weakref.ref(replay)
             return replay
 
-    def _graphs(
-        self, made: Plan, tensors: Sequence[Tensor], fixed: Sequence[int]
-    ) -> "Graphs | None":
-        places = tuple(tensors[i].data_ptr() for i in fixed)
+    def _graphs(self, made: Plan, tensors: Sequence[Tensor]) -> "Graphs | None":
+        places = tuple(tensors[i].data_ptr() for i in made.fixed)
         calls = self._calls.get(made)
         if calls is None or calls.places != places:
             calls = self._calls[made] = _Calls(places)
@@ -80,7 +78,7 @@ class Replays:
             if sum(other.graphs is not None for other in self._calls.values()) >= _MOST:
                 return None
             try:
-                calls.graphs = self._captured(made, tensors, fixed)
+                calls.graphs = self._captured(made, tensors)
             except RuntimeError as error:
                 calls.failed = True
                 reason = str(error).strip().splitlines()[0]
@@ -89,11 +87,11 @@ class Replays:
                 )
         return calls.graphs
 
-    def _captured(self, made: Plan, tensors: Sequence[Tensor], fixed: Sequence[int]) -> "Graphs":
+    def _captured(self, made: Plan, tensors: Sequence[Tensor]) -> "Graphs":
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         with torch.inference_mode(False), torch.no_grad():
-            return Graphs(made, tensors, set(fixed), self._pool)
+            return Graphs(made, tensors, self._pool)
 
 
 class _Calls:
@@ -102,11 +100,6 @@ class _Calls:
     def __init__(self, places: tuple[int, ...]) -> None:
         self.places, self.count, self.failed = places, 0, False
         self.graphs: Graphs | None = None
-
-
-def may_be_captured(made: Plan) -> bool:
-    """Whether every result has memory of its own, and is no view of what the caller has given."""
-    return {*made.graph.inputs, *made.graph.parameters.values()}.isdisjoint(made.memory)
 
 
 def _is_ready(tensors: Sequence[Tensor]) -> bool:
@@ -170,11 +163,11 @@ class Graphs:
         self,
         made: Plan,
         tensors: Sequence[Tensor],  # of a call: inputs and parameters
-        fixed: Collection[int],  # which of them are read where they are
         pool: Any,
     ) -> None:
         graph, back = made.graph, made.backward
         device = tensors[0].device
+        fixed = set(made.fixed)
         self.own = {i: torch.empty_like(x) for i, x in enumerate(tensors) if i not in fixed}
         starts = [*graph.inputs, *graph.parameters.values()]
         read = [self.own.get(i, x.detach()) for i, x in enumerate(tensors)]

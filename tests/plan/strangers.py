@@ -15,6 +15,8 @@ from diffusers import (
 )
 from torch import Tensor, nn
 
+from benchmarks import denoising_diffusion
+
 T = torch.tensor([3, 400])
 STRANGERS: dict[str, Callable[[], tuple[nn.Module, tuple, dict]]] = {}
 
@@ -228,43 +230,17 @@ class LinearAttention(nn.Module):
         return x + self.out(o.reshape(n, c, h, w))
 
 
-class RMSNorm(nn.Module):
-    """As denoising-diffusion-pytorch 2 has it."""
-
-    def __init__(self, c: int) -> None:
-        super().__init__()
-        self.scale, self.g = c**0.5, nn.Parameter(torch.ones(1, c, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.normalize(x, dim=1) * self.g * self.scale
-
-
-class NormedBlock(nn.Module):
-    """Its residual block: FiLM between a norm over channels and the activation."""
-
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(a, b, 3, padding=1), nn.Conv2d(b, b, 3, padding=1)
-        self.norms = nn.ModuleList(RMSNorm(b) for _ in range(2))
-        self.mlp = nn.Sequential(nn.SiLU(), nn.Linear(8, 2 * b))
-        self.skip = nn.Conv2d(a, b, 1) if a != b else nn.Identity()
-
-    def forward(self, x: Tensor, t: Tensor) -> Tensor:
-        scale, shift = self.mlp(t)[:, :, None, None].chunk(2, dim=1)
-        h = F.silu(self.norms[0](self.first(x)) * (scale + 1) + shift)
-        return F.silu(self.norms[1](self.second(h))) + self.skip(x)
-
-
 class WithMemory(nn.Module):
-    """Its attention: keys and values of their own beside those of the image, linear or not."""
+    """As denoising-diffusion-pytorch 2 attends: keys and values of their own beside those of the
+    image, linear or not; the other by PyTorch's attention."""
 
     def __init__(self, c: int, linear: bool, heads: int = 2, d: int = 4) -> None:
         super().__init__()
-        self.heads, self.linear, self.norm = heads, linear, RMSNorm(c)
+        self.heads, self.linear, self.norm = heads, linear, denoising_diffusion.RMSNorm(c)
         self.memory = nn.Parameter(torch.randn(2, heads, d, 3))
         self.qkv = nn.Conv2d(c, 3 * heads * d, 1, bias=False)
         out = nn.Conv2d(heads * d, c, 1)
-        self.out = nn.Sequential(out, RMSNorm(c)) if linear else out
+        self.out = nn.Sequential(out, denoising_diffusion.RMSNorm(c)) if linear else out
 
     def forward(self, x: Tensor) -> Tensor:
         n, _, h, w = x.shape
@@ -282,13 +258,13 @@ class WithMemory(nn.Module):
 
 
 class Normed(nn.Module):
-    """A UNet of these, which halves images by moving pixels into channels."""
+    """A UNet of its blocks, which halves images by moving pixels into channels."""
 
     def __init__(self, c: int = 8) -> None:
         super().__init__()
         self.stem, self.time = nn.Conv2d(3, c, 7, padding=3), nn.Linear(1, 8)
         blocks = (c, c), (2 * c, 2 * c), (3 * c, c)
-        self.blocks = nn.ModuleList(NormedBlock(a, b) for a, b in blocks)
+        self.blocks = nn.ModuleList(denoising_diffusion.Residual(a, b, 8) for a, b in blocks)
         self.attention = nn.ModuleList([WithMemory(c, True), WithMemory(2 * c, False)])
         self.down = nn.Conv2d(4 * c, 2 * c, 1)
         up = nn.Upsample(scale_factor=2), nn.Conv2d(2 * c, 2 * c, 3, padding=1)

@@ -9,18 +9,9 @@ from torch import nn
 from diffusion.plan.build import plan
 from diffusion.plan.fuse.rows import leaving_out
 from diffusion.plan.planned import Planned
+from tests.diffusion.test_fused_unet import OF_CASTS
 from tests.plan.strangers import Normed
 
-ROWS = (
-    "added behind a norm over channels",
-    "a norm over channels in two types",
-    "concatenations as they are read",
-    "operands of a sum widened by PyTorch",
-    "parts read where they lie",
-    "parts cast where they are read",
-    "operands widened by PyTorch",
-    "channels read where they lie",
-)
 ARGS = torch.randn(2, 3, 4, 6), torch.tensor([3.0, 400.0])
 
 
@@ -39,7 +30,9 @@ def same(ours, theirs):
     return all((a is b is None) or torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("rows", [ROWS, *((name,) for name in ROWS)], ids=lambda rows: rows[-1])
+@pytest.mark.parametrize(
+    "rows", [OF_CASTS, *((name,) for name in OF_CASTS)], ids=lambda rows: rows[-1]
+)
 def test_a_network_in_two_types(rows):
     """Residuals are float32 there, and convolutions read 16 bits."""
     torch.manual_seed(0)
@@ -86,5 +79,5 @@ def test_what_others_read_is_left():
     torch.manual_seed(0)
     module = Others()
     _, results = made(module, ARGS)
-    with leaving_out(*ROWS):
+    with leaving_out(*OF_CASTS):
         assert same(results, made(module, ARGS)[1])
