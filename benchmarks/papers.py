@@ -14,12 +14,14 @@
     out=             a folder for the CSV; default benchmarks/results
 
 Each training step and each evaluation has a process of its own. All of them compile PyTorch's side
-by side, while others compile our kernels; then one after the other checks ours against the float32
-baseline and times both in turns, each as one CUDA graph. A row is written as soon as it is
-known. As `benchmarks.train_step`, ours also clips, keeps an EMA and draws a new batch.
+by side, while others compile our kernels. Whichever is ready checks ours against the float32
+baseline and times both in turns, each as one CUDA graph, while those that still compile are
+stopped. A row is written as soon as it is known. As `benchmarks.train_step`, ours also clips, keeps
+an EMA and draws a new batch.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from queue import Empty, Queue
 from typing import NamedTuple
 
 import torch
@@ -78,7 +81,6 @@ _TURNS, _CALLS = 5, 6  # of each: turns, and calls in a row
 _LAST = 20.0  # seconds that a case takes to be checked and timed; in the last nothing is begun
 _MOST = 90.0  # after which a case is given up, so that the others have their turn
 _CHECKED = 4  # images
-_TIMED = 0.3  # of all minutes, at most, are kept for timing
 _READY = "ready"
 
 
@@ -150,36 +152,45 @@ def choose_cases(settings: dict) -> list[Case]:
 class _Child:
     """The process of a case, what it has said, and whether it waits to be told to go."""
 
-    def __init__(self, number: int, case: Case, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, number: int, case: Case, arguments: Sequence[str], ready: Queue["_Child"]
+    ) -> None:
         command = [sys.executable, "-m", "benchmarks.papers", *arguments, f"case={number}"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.case = case
-        self.process = subprocess.Popen(command, cwd=ROOT, **pipes)
-        self.ready = threading.Event()  # or it has ended
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        # a session of its own, so that a signal reaches PyTorch's compiling processes as well
+        self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+        self._reader = threading.Thread(target=self._read, args=(ready,), daemon=True)
         self._reader.start()
 
-    def _read(self) -> None:
+    def _read(self, ready: Queue["_Child"]) -> None:
+        """Enter it into `ready` once: when it says so, or when it has ended."""
+        entered = False
         for line in self.process.stdout:
-            if line.strip() == _READY:
-                self.ready.set()
-            else:
+            if line.strip() != _READY:
                 print(line, end="", flush=True)
-        self.ready.set()
+            elif not entered:
+                entered = True
+                ready.put(self)
+        if not entered:
+            ready.put(self)
 
     def go(self, seconds: float) -> bool:
-        """Let it time, and end it if that takes longer. Whether it went well."""
+        """Let it time, for so long at most. Whether it went well."""
         try:
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
             return self.process.wait(max(seconds, 1)) == 0
         except (BrokenPipeError, subprocess.TimeoutExpired):
             return False
-        finally:
-            self.end()
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal, to it and to the processes that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def end(self) -> None:
-        self.process.kill()
+        self.send(signal.SIGKILL)
         self.process.wait()
         self._reader.join(5)
 
@@ -187,37 +198,52 @@ class _Child:
 def run_all(
     cases: Sequence[Case], arguments: Sequence[str], settings: dict, device: torch.device
 ) -> int:
-    """Start everything, wait until it is compiled, let one after the other be timed. 1 if a case
-    has no row."""
-    began = time.monotonic()
-    seconds = 60 * settings["minutes"]
-    end = began + seconds
-    compiled_by = end - min(_LAST * max(2, len(cases)), _TIMED * seconds)
+    """Start everything; let each case that is compiled be timed, one at a time. 1 if a case has no
+    row."""
+    end = time.monotonic() + 60 * settings["minutes"]
     os.environ.setdefault("BENCHMARK_RUN", harness.provenance().run)
     compiling = precompile.start("benchmarks.papers", arguments, device)
-    children = [_Child(i, case, arguments) for i, case in enumerate(cases)]
+    ready: Queue[_Child] = Queue()
+    waiting = [_Child(i, case, arguments, ready) for i, case in enumerate(cases)]
     missing = 0
     try:
-        for wait in (compiling.wait, *(child.ready.wait for child in children)):
-            with suppress(subprocess.TimeoutExpired):
-                wait(timeout=max(0.1, compiled_by - time.monotonic()))
-        print(f"compiled, or given up, after {time.monotonic() - began:.0f} s", flush=True)
-        compiling.kill()  # nothing else runs while something is timed
-        for child in children:
-            if not child.ready.is_set():
-                child.end()
-        for child in children:
-            left = end - time.monotonic()
-            if not child.ready.is_set() or child.process.poll() not in (None, 0):
-                print(f"! {child.case}: not ready", flush=True)
-                missing += 1
-            elif left < _LAST or not child.go(min(left, _MOST)):
-                print(f"! {child.case}: no time, or failed", flush=True)
-                missing += 1
+        with suppress(subprocess.TimeoutExpired):
+            compiling.wait(timeout=_before(end))
+        while waiting:
+            try:
+                child = ready.get(timeout=_before(end))
+            except Empty:
+                break
+            waiting.remove(child)
+            missing += not _time(child, waiting, end)
+        for child in waiting:
+            print(f"! {child.case}: not ready", flush=True)
+        return int(missing > 0 or bool(waiting))
     finally:
-        for process in (compiling, *(child.process for child in children)):
-            process.kill()
-    return int(missing > 0)
+        compiling.kill()
+        for child in waiting:
+            child.end()
+
+
+def _before(end: float) -> float:
+    """Seconds in which something may still begin to be timed."""
+    return max(0.1, end - _LAST - time.monotonic())
+
+
+def _time(child: _Child, others: Sequence[_Child], end: float) -> bool:
+    """Let it time while the others stand still. Whether it went well."""
+    for other in others:
+        other.send(signal.SIGSTOP)
+    try:
+        left = end - time.monotonic()
+        if child.process.poll() is None and left >= _LAST and child.go(min(left, _MOST)):
+            return True
+        print(f"! {child.case}: no time, or failed", flush=True)
+        return False
+    finally:
+        child.end()
+        for other in others:
+            other.send(signal.SIGCONT)
 
 
 # --- a process that compiles our kernels ----------------------------------------------------------

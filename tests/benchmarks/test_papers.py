@@ -56,20 +56,22 @@ def test_what_is_timed():
 CHILD = """
 import sys, time
 number = int(sys.argv[1])
-time.sleep(30 if number == 2 else 0)
-print("compiled", number, flush=True)
 if number == 1:
     sys.exit(1)
+for _ in range([0, 0, 3000, 60][number]):  # compiling
+    time.sleep(0.01)
+    print("works", number, time.time(), flush=True)
 print("ready", flush=True)
 assert sys.stdin.readline() == "go\\n"
 print("timed", number, time.time(), flush=True)
-time.sleep(0.3)
+time.sleep(0.5)
 print("ended", number, time.time(), flush=True)
 """
 
 
-def test_one_is_timed_after_the_other_and_what_is_late_is_left_out(monkeypatch, capfd):
-    """Of four cases the second fails and the third is not compiled in time."""
+def test_what_is_ready_is_timed_while_the_others_stand_still(monkeypatch, capfd):
+    """Of four cases the second fails, the third is not compiled in time, and the fourth still
+    compiles when the first is timed."""
     start = subprocess.Popen
 
     def child(command, **options):
@@ -88,15 +90,20 @@ def test_one_is_timed_after_the_other_and_what_is_late_is_left_out(monkeypatch, 
     said = capfd.readouterr().out
     assert "! train 64x32x32x3 edm_ddpmpp_cifar10 bf16: no" in said
     assert "! train 32x64x64x3 adm_imagenet64 bf16: not ready" in said
-    lines = [line.split() for line in said.splitlines() if line.startswith(("timed", "ended"))]
-    assert [line[:2] for line in lines] == [
+    lines = [line.split() for line in said.splitlines()]
+    found = [line for line in lines if line[0] in ("timed", "ended")]
+    assert [line[:2] for line in found] == [
         ["timed", "0"],
         ["ended", "0"],
         ["timed", "3"],
         ["ended", "3"],
     ]
-    times = [float(line[2]) for line in lines]
+    times = [float(line[2]) for line in found]
     assert times == sorted(times)
+    worked = [float(line[2]) for line in lines if line[0] == "works"]
+    assert any(at > times[3] for at in worked)  # the third, again
+    for begins, ends in (times[:2], times[2:]):
+        assert not [at for at in worked if begins + 0.1 < at < ends]
 
 
 def test_both_are_timed_in_turns(monkeypatch):
