@@ -8,8 +8,8 @@ fuse table: what each of them is worth.
                      that `select` takes (of a joined launch the plan may only ask whether it can)
     rows=            rows of the fuse table (`diffusion/plan/fuse/`) whose names have one of these
                      words, each left out alone; with `+` between whole names, together; `all`
-    model=unet64     configs/model, or benchmarks/networks, or several; diffusers:ddpm_cifar10: what
-                     `benchmarks.accelerated` times, in bf16
+    model=unet64     configs/model, or benchmarks/networks, or several; diffusers:ddpm_cifar10 or
+                     FILE.py:FUNCTION: what `benchmarks.accelerated` times, in bf16
     batch=32         images, or several such numbers
     what=train       train: a step; evaluate: an evaluation of the network, for sampling
     precision=bf16   of a step
@@ -39,6 +39,7 @@ import torch
 from benchmarks import accelerated, goldens, harness, precompile, stopwatch
 from benchmarks.cases import images_of, meta_model
 from benchmarks.harness import OURS, check_choice
+from benchmarks.other_networks import network_of
 from benchmarks.papers import Case, rehearse
 from benchmarks.sampling import evaluation_step
 from benchmarks.steps import Step, build_step
@@ -65,7 +66,6 @@ DEFAULTS = {
 }
 _CALLS = 6  # in a row, of each turn
 ALL = ""  # the variant that lacks nothing
-_DIFFUSERS = "diffusers:"
 
 Job = tuple[Case, list[str]]  # with variants; none: each kernel that is taken
 Rehearsed = dict[str, dict[str, Any]]  # by variant: "launches" and "taken", or "error"
@@ -115,10 +115,10 @@ def jobs(settings: dict) -> list[Job]:
             raise ConfigError(str(error)) from error
     found = []
     for model in settings["model"]:
-        if _of_diffusers(model):
-            check_choice("model", _of_diffusers(model), tuple(accelerated.NETWORKS))
+        if _is_other(model):  # one that is unknown ends here
+            network_of(model)
         else:
-            meta_model(model, images_of(model).size)  # one that is unknown ends here
+            meta_model(model, images_of(model).size)
         for batch in settings["batch"]:
             found.append((Case(settings["what"], model, batch, settings["precision"]), variants))
     return found
@@ -175,16 +175,16 @@ def rehearsed(case: Case, variant: str, gpu: Device, claims: Path | None = None)
 
 
 def _rehearse(case: Case, checked: bool = False) -> None:
-    if name := _of_diffusers(case.model):
+    if _is_other(case.model):
         host = torch.device("cpu")
-        accelerated.runner(case.kind, name, case.batch, host, Accelerated)()
+        accelerated.runner(case.kind, case.model, case.batch, host, Accelerated)()
     else:
         rehearse(case, checked)
 
 
-def _of_diffusers(model: str) -> str:
-    """The name that `benchmarks.accelerated` gives it, if it is one of its networks."""
-    return model.removeprefix(_DIFFUSERS) if model.startswith(_DIFFUSERS) else ""
+def _is_other(model: str) -> bool:
+    """Whether it is a network of `benchmarks.accelerated`."""
+    return ":" in model
 
 
 def left_out(variant: str) -> AbstractContextManager[None]:
@@ -219,7 +219,7 @@ def report(case: Case, found: Rehearsed) -> None:
 
 
 def _named(case: Case) -> str:
-    if _of_diffusers(case.model):
+    if _is_other(case.model):
         return f"{case.kind} {case.batch} {case.model} {case.precision}"
     return str(case)
 
@@ -271,8 +271,8 @@ def time_case(case: Case, variants: Sequence[str], turns: int, device: torch.dev
 
 
 def _step(case: Case, device: torch.device) -> Step:
-    if name := _of_diffusers(case.model):
-        run = accelerated.runner(case.kind, name, case.batch, device, Accelerated)
+    if _is_other(case.model):
+        run = accelerated.runner(case.kind, case.model, case.batch, device, Accelerated)
         return Step(lambda _: run(), lambda: accelerated.captured(run))
     build = build_step if case.kind == "train" else evaluation_step
     return build(f"{OURS}-{case.precision}", case.model, case.batch, device)

@@ -1,10 +1,11 @@
-"""Time diffusers' UNets as `diffusion.accelerate` runs them, and that of
-denoising-diffusion-pytorch, beside torch.compile.
+"""Time networks that are not the framework's, as `diffusion.accelerate` runs them, beside
+torch.compile: diffusers', or your own.
 
     python -m benchmarks.accelerated [key=value ...]
 
-    models=ddpm_cifar10,butterflies  networks, see `NETWORKS` (also stable_diffusion and
-                                     denoising_diffusion)
+    models=ddpm_cifar10,butterflies  of `other_networks.NETWORKS` (also stable_diffusion and
+                                     denoising_diffusion), or FILE.py:FUNCTION, which returns a
+                                     module and its arguments for a number of images
     batch=128,16                     images, one number a model
     what=train,evaluate
     loop=false                       true: in an ordinary Python loop, without a graph around it
@@ -23,44 +24,20 @@ import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import denoising_diffusion, harness, precompile, stopwatch
+from benchmarks import harness, precompile, stopwatch
 from benchmarks.harness import Row, WrongResult, check_choice, relative_error
+from benchmarks.other_networks import network_of
 from benchmarks.papers import in_turns
 from benchmarks.steps import fused_adamw
 from diffusion.errors import ConfigError
 from diffusion.plan.accelerate import Accelerated
 
-_PLAIN = ("DownBlock2D",) * 4, ("UpBlock2D",) * 4
-NETWORKS = {
-    "ddpm_cifar10": {  # google/ddpm-cifar10-32, Ho et al. 2020
-        "sample_size": 32,
-        "block_out_channels": (128, 256, 256, 256),
-        "down_block_types": ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "UpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
-        "attention_head_dim": None,
-        "norm_eps": 1e-6,
-        "downsample_padding": 0,
-        "flip_sin_to_cos": False,
-        "freq_shift": 1,
-    },
-    "butterflies": {  # the training example of diffusers' documentation
-        "sample_size": 128,
-        "block_out_channels": (128, 128, 256, 256, 512, 512),
-        "down_block_types": (*_PLAIN[0], "AttnDownBlock2D", "DownBlock2D"),
-        "up_block_types": ("UpBlock2D", "AttnUpBlock2D", *_PLAIN[1]),
-    },
-    "stable_diffusion": {  # 1.5, of latents with 4 channels, beside 77 tokens of 768 numbers
-        "sample_size": 64,
-        "cross_attention_dim": 768,
-    },
-    # the example of denoising-diffusion-pytorch, of smaller images
-    "denoising_diffusion": {"sample_size": 64, "dim": 64, "dim_mults": (1, 2, 4, 8)},
-}
 DEFAULTS = {
     "models": ("ddpm_cifar10", "butterflies"),
     "batch": (128, 16),
@@ -70,24 +47,32 @@ DEFAULTS = {
     "out": "",
 }
 _CHECKED = 4  # images
-_TIMESTEPS, _TOKENS, _WARM_UP = 1000, 77, 4
+_WARM_UP = 4
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Of an output, which may be an object of diffusers, or several."""
+    if isinstance(output, Tensor):
+        return output
+    return output.sample if hasattr(output, "sample") else first_tensor(output[0])
 
 
 class Loss(nn.Module):
-    """The mean squared error of the noise."""
+    """The mean squared error of the target, or the mean square of the output."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
 
-    def forward(self, noise: Tensor, *given: Tensor) -> Tensor:
-        return F.mse_loss(self.network(*given).sample.float(), noise)
+    def forward(self, target: Tensor | None, *given: Any) -> Tensor:
+        y = first_tensor(self.network(*given)).float()
+        return y.square().mean() if target is None else F.mse_loss(y, target)
 
 
 def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
     for model in settings["models"]:
-        check_choice("models", model, tuple(NETWORKS))
+        network_of(model)
     for what in settings["what"]:
         check_choice("what", what, DEFAULTS["what"])
     if len(settings["batch"]) != len(settings["models"]):
@@ -113,55 +98,20 @@ def main(arguments: Sequence[str]) -> int:
 
 def build(model: str, device: torch.device) -> nn.Module:
     """The network, of seed 0, channels_last."""
-    from diffusers import UNet2DConditionModel, UNet2DModel
-
     torch.manual_seed(0)
-    made = UNet2DConditionModel if "cross_attention_dim" in NETWORKS[model] else UNet2DModel
-    made = made if library(model) == "diffusers" else denoising_diffusion.Unet
-    if harness.is_unwritten(device):  # parameters that nobody draws
-        with torch.device("meta"):
-            network = made(**NETWORKS[model])
-        network = network.to_empty(device=device)
-    else:
-        network = made(**NETWORKS[model])
-    return network.to(device, memory_format=torch.channels_last)
+    return network_of(model).build(device).to(memory_format=torch.channels_last)
 
 
-def library(model: str) -> str:
-    """Whose network it is."""
-    return "lucidrains" if "dim_mults" in NETWORKS[model] else "diffusers"
-
-
-def inputs(model: str, batch: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The noise; noised images and timesteps, and tokens if the network has them."""
-    generator = torch.Generator(device).manual_seed(1)
-    size, tokens = NETWORKS[model]["sample_size"], NETWORKS[model].get("cross_attention_dim")
-    shape = batch, channels(model), size, size
-    x, noise = (
-        torch.randn(shape, device=device, generator=generator).contiguous(
-            memory_format=torch.channels_last
-        )
-        for _ in range(2)
-    )
-    t = torch.arange(batch, device=device) * (_TIMESTEPS // batch)
-    if tokens is None:
-        return noise, x, t
-    return noise, x, t, torch.randn((batch, _TOKENS, tokens), device=device, generator=generator)
-
-
-def channels(model: str) -> int:
-    """Of its images."""
-    return 4 if "cross_attention_dim" in NETWORKS[model] else 3
-
-
-def step_of(loss: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+def step_of(
+    loss: nn.Module, target: Tensor | None, given: tuple, device: torch.device
+) -> Callable[[], Tensor]:
     """A training step."""
     adamw = fused_adamw(loss)
 
     def run() -> Tensor:
         adamw.zero_grad(set_to_none=True)
-        with torch.autocast(given[0].device.type, torch.bfloat16):
-            value = loss(*given)
+        with torch.autocast(device.type, torch.bfloat16):
+            value = loss(target, *given)
         value.backward()
         adamw.step()
         return value.detach()
@@ -172,7 +122,7 @@ def step_of(loss: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], Tensor]:
 def evaluation_of(network: nn.Module, given: tuple[Tensor, ...]) -> Callable[[], Tensor]:
     @torch.no_grad()
     def run() -> Tensor:
-        return network(*given).sample
+        return first_tensor(network(*given))
 
     return run
 
@@ -200,11 +150,13 @@ def runner(
     compiler: Callable[[nn.Module], nn.Module] = lambda module: module,
 ) -> Callable[[], Tensor]:
     """A step or an evaluation: `around` the network, `compiler` around all that is compiled."""
-    noise, *given = inputs(model, batch, device)
+    target, given = network_of(model).inputs(batch, device)
     network = build(model, device)
     if what == "train":
-        return step_of(compiler(Loss(around(network.train()))), (noise, *given))
-    low = tuple(x.bfloat16() if x.is_floating_point() else x for x in given)
+        return step_of(compiler(Loss(around(network.train()))), target, given, device)
+    low = tuple(
+        x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given
+    )
     return evaluation_of(compiler(around(network.eval().bfloat16())), low)
 
 
@@ -236,34 +188,47 @@ def rehearse(settings: dict) -> None:
     host = torch.device("cpu")
     for model, batch in zip(settings["models"], settings["batch"], strict=True):
         network = Accelerated(build(model, host))
-        _output_and_gradient(network, *inputs(model, _CHECKED, host), low=True)
+        _output_and_gradient(network, *network_of(model).inputs(_CHECKED, host), low=True)
         for what in settings["what"]:
             runner(what, model, batch, host, Accelerated)()
 
 
 def _output_and_gradient(
-    network: nn.Module, dy: Tensor, *given: Tensor, low: bool
+    network: nn.Module, dy: Tensor | None, given: tuple, low: bool
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the gradient of all parameters as one vector; `low`: under autocast."""
-    with torch.autocast(dy.device.type, torch.bfloat16, enabled=low):
-        y = network(*given).sample
-    grads = torch.autograd.grad(y, list(network.parameters()), dy.to(y.dtype))
+    """The output, and the gradient of all parameters as one vector, of `dy` or of the output
+    itself; `low`: under autocast."""
+    parameters = list(network.parameters())
+    with torch.autocast(parameters[0].device.type, torch.bfloat16, enabled=low):
+        y = first_tensor(network(*given))
+    dy = y.detach() if dy is None else dy.to(y.dtype)
+    grads = torch.autograd.grad(y, parameters, dy, materialize_grads=True)
     return y.detach().float(), torch.cat([g.float().flatten() for g in grads])
 
 
 def check(model: str, device: torch.device) -> None:
     """Raise WrongResult unless ours is at most twice as far from float32 as the module in bf16."""
-    given, module = inputs(model, _CHECKED, device), build(model, device)
+    (dy, given), module = network_of(model).inputs(_CHECKED, device), build(model, device)
     harness.set_precision("fp32")
-    exact = _output_and_gradient(module, *given, low=False)
+    exact = _output_and_gradient(module, dy, given, low=False)
+    dy = exact[0] if dy is None else dy  # one for all three
     harness.set_precision("bf16")
-    low = _output_and_gradient(module, *given, low=True)
-    got = _output_and_gradient(Accelerated(copy.deepcopy(module)), *given, low=True)
+    low = _output_and_gradient(module, dy, given, low=True)
+    got = _output_and_gradient(Accelerated(copy.deepcopy(module)), dy, given, low=True)
     for name, a, b, c in zip(("output", "gradient"), got, low, exact, strict=True):
         error, theirs = relative_error(a, c), relative_error(b, c)
         print(f"{model}: {name} off by {error:.1e}, the module in bf16 by {theirs:.1e}", flush=True)
         if error > 2 * theirs + 1e-5:
             raise WrongResult(f"the {name} is off by {error:.1e}, the module by {theirs:.1e}")
+
+
+def _shape(model: str, batch: int) -> str:
+    """Of a row: images, height, width, channels and the network's name."""
+    network = network_of(model)
+    _, given = network.inputs(batch, torch.device("cpu"))
+    n, c, *size = next(x.shape for x in given if isinstance(x, Tensor))
+    name = model.rpartition(":")[2]
+    return f"{'x'.join(map(str, (n, *size, c)))} {network.library}:{name}"
 
 
 def time_case(
@@ -282,8 +247,7 @@ def time_case(
         ours = looped(runner(what, model, batch, device, Accelerated))
     else:
         ours = captured(runner(what, model, batch, device, partial(Accelerated, capture=False)))
-    size, origin = NETWORKS[model]["sample_size"], harness.provenance()
-    shape = f"{batch}x{size}x{size}x{channels(model)} {library(model)}:{model}"
+    shape, origin = _shape(model, batch), harness.provenance()
     op, pass_ = ("train_step", "step") if what == "train" else ("unet_forward", "fwd")
     # as the other benchmarks of steps name it
     suffix = " loop" if loop else " graph" if what == "train" else ""

@@ -109,9 +109,9 @@ def _run(name: str, asked: Sequence[int]) -> NoReturn:
     from omegaconf import DictConfig
 
     from diffusion.presets import CONFIGS
+    from diffusion.user_files import import_plugin
 
     from .entry import exit_codes, plain, run_entry
-    from .plugin import import_plugin
 
     @hydra.main(version_base=None, config_path=str(CONFIGS), config_name=name)
     def configured(config: DictConfig) -> Any:

@@ -3,8 +3,10 @@
     python -m diffusion.plan model=unet64 batch=16 mode=sample gpu=h100
     python -m diffusion.plan model=unet64 batch=128 mode=train gpu=h200 out=plan.png
     python -m diffusion.plan model=unet64 model.model_channels=96 channels=4 size=32 gpu=a100
+    python -m diffusion.plan model=my_networks.py:make batch=16 mode=train gpu=a100
 
-model      a file of configs/model
+model      a file of configs/model; or FILE.py:FUNCTION, which returns a module and a tuple of its
+           arguments for a number of images: what `diffusion.accelerate` makes of that
 model.*    changes of its settings, as for train.py
 batch      images, or chunks of actions
 mode       train: with gradients; sample: without
@@ -23,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 import triton_kernels
 from triton_kernels import fused_ops
@@ -52,6 +55,7 @@ from .printed.text import table
 from .printed.timeline import draw
 from .sampling_plan import sampling_plan
 from .step.network import TrainingUNet, step_kernels
+from .user_module import names_function, user_function
 
 _MODELS = CONFIGS / "model"
 _CHANGE = "model."  # begins the name of a setting of the model
@@ -87,9 +91,11 @@ def settings(arguments: list[str]) -> dict[str, str]:
         ("mode", ("train", "sample")),
         ("precision", tuple(PRECISIONS)),
     ):
-        if given[name] not in choices:
+        own = name == "model" and names_function(given[name])
+        if not own and given[name] not in choices:
             raise ConfigError(
                 f"{name}={given[name]} is unknown; choose one of {', '.join(choices)}"
+                + ", or FILE.py:FUNCTION" * (name == "model")
             )
     for name in ("batch", "size", "channels"):
         if given[name] and not (given[name].isdecimal() and int(given[name]) > 0):
@@ -102,14 +108,14 @@ def settings(arguments: list[str]) -> dict[str, str]:
 def changes(model: str, arguments: list[str]) -> dict[str, Any]:
     """What `model.*` arguments change in the settings of that name. ConfigError: it has none of
     that name, or a value is no YAML."""
-    known, changed = preset("model", model), {}
+    known, changed = {} if names_function(model) else preset("model", model), {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals or not name.startswith(_CHANGE):
             continue
         option = name.removeprefix(_CHANGE)
         if option not in known:
-            raise ConfigError(f"{argument}: {model} has {', '.join(known)}")
+            raise ConfigError(f"{argument}: {model} has {', '.join(known) or 'no settings'}")
         changed[option] = parsed(value)
     return changed
 
@@ -151,6 +157,8 @@ def example(
 def _page(given: dict[str, str], changed: dict[str, Any], gpu: Chip) -> Page:
     """Of what train.py and samplers run."""
     trains = given["mode"] == "train"
+    if names_function(given["model"]):
+        return _user_page(given, trains, gpu)
     what = given["model"], int(given["batch"]), given["size"], given["precision"]
     what = *what, given["context"], given["channels"]
     network, args, kwargs = example(*what, **changed)
@@ -160,6 +168,23 @@ def _page(given: dict[str, str], changed: dict[str, Any], gpu: Chip) -> Page:
         return step_page(network.train(), x, *(labels or [None]), gpu)
     kwargs = kwargs if trains else {}
     return page(*_plan(network.train(trains), args, kwargs, trains, gpu))
+
+
+def _user_page(given: dict[str, str], trains: bool, gpu: Chip) -> Page:
+    """Of what `accelerate` runs; in bf16 training is under autocast, and an evaluation of a module
+    in bf16."""
+    for name in ("size", "channels", "context"):
+        if given[name]:
+            raise ConfigError(f"{name}={given[name]}: the arguments of {given['model']} have that")
+    network, args = user_function(given["model"])(int(given["batch"]))
+    low = given["precision"] == "bf16"
+    if low and not trains:
+        network = network.bfloat16()
+        args = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, args)
+    options = {"tf32": (given["precision"] == "tf32",) * 2, "joins": (fused_ops, gpu.gpu)}
+    with torch.autocast("cpu", torch.bfloat16, enabled=low and trains):
+        made = plan(network.train(trains), args, {}, trains=trains, **options)
+    return page(made, gpu)
 
 
 def _plan(

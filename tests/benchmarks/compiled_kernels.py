@@ -11,6 +11,7 @@ from unittest import mock
 
 from benchmarks import (
     accelerated,
+    other_networks,
     papers,
     precompile,
     scaling,
@@ -21,14 +22,15 @@ from benchmarks import (
 from tests.kernels import chips
 from triton_kernels.runtime.launch_recorder import Launch
 
-SMALL = {
-    "sample_size": 16,
-    "block_out_channels": (32, 64),
-    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-    "layers_per_block": 1,
-    "norm_num_groups": 8,
-}
+SMALL = other_networks.of_diffusers(
+    "UNet2DModel",
+    sample_size=16,
+    block_out_channels=(32, 64),
+    down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+    up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    layers_per_block=1,
+    norm_num_groups=8,
+)
 
 
 def name_of(launch: Launch) -> str:
@@ -61,7 +63,7 @@ def all_kernels() -> dict[str, list]:
     one = "models=unet_tiny", "batch=1", "what=evaluate", "evaluate=1"
     found["papers"] = kernels(papers, *one)
     small = "models=small", "batch=2"
-    with mock.patch.object(accelerated, "NETWORKS", {"small": SMALL}):
+    with mock.patch.object(other_networks, "NETWORKS", {"small": SMALL}):
         for what in ("train", "evaluate"):
             found[f"accelerated {what}"] = kernels(accelerated, *small, f"what={what}")
     return found

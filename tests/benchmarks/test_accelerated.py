@@ -1,10 +1,12 @@
 """diffusers' networks beside torch.compile: settings, the check."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import accelerated
+from benchmarks import accelerated, other_networks
 from benchmarks.harness import WrongResult
 from diffusion.errors import ConfigError
 from diffusion.plan.trace import trace
@@ -15,18 +17,18 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(accelerated, "NETWORKS", {"small": SMALL})
+    monkeypatch.setattr(other_networks, "NETWORKS", {"small": SMALL})
     return "small"
 
 
 def test_what_denoising_diffusion_pytorch_has(monkeypatch, capsys):
     """Its network is planned, with each of its norms and linear attentions as one op."""
-    small = {"sample_size": 8, "dim": 8, "dim_mults": (1, 2, 2)}
-    monkeypatch.setattr(accelerated, "NETWORKS", {"small": small})
+    small = other_networks.of_lucidrains(sample_size=8, dim=8, dim_mults=(1, 2, 2))
+    monkeypatch.setattr(other_networks, "NETWORKS", {"small": small})
     accelerated.check("small", CPU)
     assert "small: gradient off by" in capsys.readouterr().out
-    _, *given = accelerated.inputs("small", 2, CPU)
-    graph = trace(accelerated.build("small", CPU), tuple(given)).graph
+    _, given = small.inputs(2, CPU)
+    graph = trace(accelerated.build("small", CPU), given).graph
     assert graph.count()["linear_attention"] == 4 and graph.count()["channel_norm"] == 41
     assert not {"arith", "mul"} & {node.op for node in graph.nodes if len(node.out.shape) == 4}
 
@@ -42,6 +44,62 @@ def test_what_denoising_diffusion_pytorch_has(monkeypatch, capsys):
 def test_wrong_settings_are_named(argument, words):
     with pytest.raises(ConfigError, match=words):
         accelerated.main([argument])
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3, padding=1)
+        self.scale = nn.Linear(1, 8)
+
+    def forward(self, x, t, factor):
+        return self.conv(x) * factor + self.scale(t[:, None])[:, :, None, None], t
+
+def make(batch):
+    return Net(), (torch.randn(batch, 4, 6, 10), torch.rand(batch), 2.0)
+
+def no_module(batch):
+    return Net()
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    path = tmp_path / "own_networks_of_the_test.py"
+    path.write_text(OWN)
+    yield path
+    sys.modules.pop(path.stem, None)
+
+
+def test_a_network_of_ones_own(own, capsys):
+    model = f"{own}:make"
+    accelerated.check(model, CPU)
+    assert "gradient off by" in capsys.readouterr().out
+    assert accelerated._shape(model, 3) == f"3x6x10x4 {own.stem}:make"
+    step = accelerated.runner("train", model, 2, CPU, lambda network: network)
+    losses = [step().item() for _ in range(40)]
+    assert losses[-1] < losses[0]
+    evaluation = accelerated.runner("evaluate", model, 2, CPU, lambda network: network)
+    assert evaluation().shape == (2, 8, 6, 10) and evaluation().dtype == torch.bfloat16
+
+
+def test_a_file_without_such_a_network_is_named(own):
+    for wrong, words in (
+        (f"{own.parent}/none.py:make", "none.py does not exist"),
+        (f"{own}:other", "has no function other"),
+        (f"{own}:number", "has no function number"),
+        (f"{own}:", "has no function of no name"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            accelerated.main([f"models={wrong}", "batch=1"])
+    with pytest.raises(ConfigError, match="expected a module and a tuple of its arguments"):
+        accelerated.build(f"{own}:no_module", CPU)
 
 
 def test_what_is_wrong_is_not_timed(small, monkeypatch, capsys):

@@ -15,6 +15,8 @@ from tests.end_to_end.run import run
 from tests.plan.pages_of_steps import STEPS
 from triton_kernels.registry.chips import chip
 
+OWN = Path(__file__).resolve().parents[2] / "examples"
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -57,6 +59,8 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
         ("mode=", "mode= is unknown; choose one of train, sample"),
         ("precision=fp8", "precision=fp8 is unknown; choose one of"),
         ("colour=red", "colour=red is unknown; give model=..."),
+        (f"model={OWN}/none.py:make", "none.py does not exist"),
+        (f"model={OWN}/own_module.py:mak", "own_module.py has no function mak"),
         ("model.widht=96", "model.widht=96: unet64 has name, model_channels"),
         ("model.model_channels=[96", "[96 is no value of YAML"),
         ("model.num_groups=7", "num_groups=7 does not divide"),
@@ -119,6 +123,22 @@ def test_a_policy_has_a_page(capsys):
     assert "forward: " in page and " stage18 " in page and " head1 " in page
     assert "every block's FiLM, once for the observations" in page
     assert "with the norm, residual, skip connection in front of it" in page
+
+
+def test_a_module_of_the_users(capsys):
+    """Of `accelerate`: the same page for the network whether it is planned here or there."""
+    model = f"model={OWN}/own_module.py:make"
+    for mode in ("train", "sample"):
+        main([model, "batch=2", f"mode={mode}", "gpu=a100"])
+    train, sample = capsys.readouterr().out.split("memory: ")[:2]
+    assert "backward: " in train and "conv_dw" in train and "OwnUNet" not in sample
+    assert "backward: " not in sample and "conv" in sample
+    for wrong, said in (
+        ("size=32", "size=32: the arguments of"),
+        ("model.c=32", "own_module.py:make has no settings"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            main([model, wrong])
 
 
 def test_a_step_that_accelerate_plans(capsys):

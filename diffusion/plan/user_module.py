@@ -1,0 +1,46 @@
+"""Modules of the user's own files, to be planned or timed: FILE.py:FUNCTION names a function of the
+number of images, which returns a module and a tuple of its arguments.
+
+    def make(batch):
+        return MyUNet(), (torch.randn(batch, 3, 64, 64), torch.rand(batch))
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..user_files import import_file
+
+_BETWEEN = ".py:"  # the file and its function
+Made = tuple[nn.Module, tuple]  # a module, and the arguments of its forward pass
+
+
+def names_function(model: str) -> bool:
+    """Whether it is FILE.py:FUNCTION."""
+    return _BETWEEN in model
+
+
+def user_function(model: str) -> Callable[[int], Made]:
+    """The function that FILE.py:FUNCTION names: of the number of images it returns a module and a
+    tuple of its arguments. ConfigError: there is none, or it returns something else."""
+    file, _, name = model.partition(_BETWEEN)
+    path = Path(f"{file}.py")
+    try:
+        function = getattr(import_file(path, f"model={model}"), name, None)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        raise ConfigError(f"model={model}: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"model={model}: {path} has no function {name or 'of no name'}")
+
+    def made(batch: int) -> Made:
+        found = function(batch)
+        match found:
+            case (nn.Module(), tuple()):
+                return found
+        raise ConfigError(f"model={model}: expected a module and a tuple of its arguments")
+
+    return made
