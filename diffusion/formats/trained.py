@@ -51,6 +51,12 @@ _FOR_OTHERS = (
     "decoder_attention",
     "resample_projection",
 )
+# values that stand for another option's: a network has that one instead
+_LEFT_TO_OTHERS = (
+    ("num_heads_upsample", -1),
+    ("condition_dropout", None),
+    ("context_resolutions", None),
+)
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -199,7 +205,7 @@ def _otherwise(settings: dict[str, Any], network: nn.Module) -> str:
     for option, there in settings.items():
         here = getattr(network, option, there)
         here = list(here) if isinstance(here, tuple | list) else here
-        if here != there:
+        if here != there and (option, there) not in _LEFT_TO_OTHERS:
             return f"; model.{option} is {shown(there)} there, {shown(here)} here"
     return ""
 

@@ -319,6 +319,8 @@ def test_what_cannot_be_begun_with(tmp_path):
             (init, "model.channel_mult=[1,1]"),
             r"model.channel_mult is \[1, 2\] there, \[1, 1\] here",
         ),
+        ((init, "model.num_classes=3"), "model.num_classes is null there, 3 here"),
+        ((init, "+model.stem_channels=16"), r"\(16, 3, 3, 3\) in the configured model$"),
         # parameters of the same shapes, which would compute something else
         ((init, "model.num_groups=4"), "trained with num_groups=8; the model has 4"),
         ((init, "model.max_period=1000"), "trained with max_period=10000; the model has 1000"),
