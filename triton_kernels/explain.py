@@ -312,7 +312,11 @@ def _line(c: Considered) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the report; 2 for a line that is not understood."""
+    """Print the report, or with `--help` this page; 2 for a line that is not understood."""
+    if "--help" in arguments or "-h" in arguments:
+        print(__doc__)
+        print(f"gpu: {', '.join(CHIPS)}")
+        return 0
     words = [word for word in arguments if not word.startswith("gpu=")]
     names = [word.removeprefix("gpu=") for word in arguments if word.startswith("gpu=")]
     if len(words) != 1 or len(names) > 1:

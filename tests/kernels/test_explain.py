@@ -14,6 +14,12 @@ from triton_kernels.registry.spec import AttentionSpec, ConvSpec
 LINE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
 
 
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "python -m triton_kernels.explain" in out and "h100" in out.splitlines()[-1]
+
+
 def test_words_become_a_spec():
     op, spec = parse("conv2d input_grad 8x16x20 192->320 1x1 fp16 first=128 extra=64 extra=32 mask")
     assert op.name == "conv_input_grad"
