@@ -18,7 +18,8 @@ fuse table: what each of them is worth.
     gpu=             such as h100: time nothing, say what would be launched on it
 
 A kernel is switched off as by TRITON_KERNELS_OFF, a row by `leaving_out`. Every variant is
-rehearsed without a GPU; where it changes no launch, nothing is timed. The step with everything and
+rehearsed without a GPU, a step twice, since the second finds memory that the first has made; where
+it changes no launch, nothing is timed. The step with everything and
 each variant are captured as CUDA graphs and timed in turns in one process; the figures are medians
 of the turns, written as they are measured. A kernel that an op cannot do without is reported so.
 """
@@ -204,13 +205,15 @@ def changed(found: Rehearsed) -> list[str]:
 def report(case: Case, found: Rehearsed) -> None:
     """A line for each variant: launches that it lacks and has instead."""
     every = Counter(found[ALL]["launches"])
+    two = case.kind == "train" and not _of_diffusers(case.model)  # as `rehearse_step` makes
+    of = " of two steps" if two else ""
     for variant, its in found.items():
         if "error" in its:
             print(f"{_named(case)} without {variant}: impossible: {its['error']}")
             continue
         lines = Counter(its["launches"])
         gone, new = (_kernels(c) for c in (every - lines, lines - every))
-        said = f"{gone} -> {new}" if variant else f"{len(its['launches'])} launches"
+        said = f"{gone} -> {new}" if variant else f"{len(its['launches'])} launches{of}"
         print(
             f"{_named(case)} {f'without {variant}' if variant else 'as a whole'}: "
             f"{said if gone or not variant else 'the same'}"

@@ -38,6 +38,7 @@ def test_a_row_of_the_fuse_table_that_is_left_out_changes_the_launches():
     names = "k and v are one,gradient of 1x1 skips in dx+sums in the epilogue"
     every, qkv, kv, two = said_of("model=unet_tiny", f"rows={names}")
     assert every.startswith("train 2x64x64x3 unet_tiny bf16 as a whole: ")
+    assert every.endswith(" launches of two steps")
     assert qkv.endswith("q, k and v are one product: the same")  # its layers are made so
     assert kv.endswith("without k and v are one product: the same")
     assert "skip_dx_kernel" in two and "skip_dx_kernel" not in two.split("->")[1]
