@@ -205,7 +205,7 @@ def changed(found: Rehearsed) -> list[str]:
 def report(case: Case, found: Rehearsed) -> None:
     """A line for each variant: launches that it lacks and has instead."""
     every = Counter(found[ALL]["launches"])
-    two = case.kind == "train" and not _of_diffusers(case.model)  # as `rehearse_step` makes
+    two = case.kind == "train" and not _is_other(case.model)  # as `rehearse_step` makes
     of = " of two steps" if two else ""
     for variant, its in found.items():
         if "error" in its:
