@@ -8,12 +8,12 @@ rows and columns of an image, the channels multiplied and those of the result, t
 and the terms of the epilogue: `emb`, `residual`, `stats`, `mask` (with `drawn`, if its bits are
 not stored), `extra=64` (a 1x1 convolution of 64 channels; may be given twice), `first=192` (for an
 input gradient: channels of the first of two tensors), `activation=silu`. A weight gradient reads x
-of the channels that are multiplied.
+of the channels that are multiplied, and has no epilogue.
 `unfused` selects the kernels of the public `conv2d`, which have no epilogue; those and weight
 gradients may have `stride=2`, and in an input gradient the pixels are those of the image that is
 read, which has half the rows and columns of the result. `op=conv_norm`, or
-another of `fused_ops.OPS`, selects launches that do more, with the `groups` of a norm and the
-`tiles` of its statistics.
+another convolution of `fused_ops.OPS`, selects launches that do more, with the `groups` of a norm
+and the `tiles` of its statistics.
 
     python -m triton_kernels.explain "norm forward 32x64x64 128 groups=32 bf16 silu"
     python -m triton_kernels.explain "attention input_grad 32x256 6x32 bf16"
@@ -27,12 +27,17 @@ Attention has samples and positions, heads and channels of a head.
 
 A stage is a convolution over short rows, with samples and positions; the rows of a `transposed` one
 are twice the output channels.
+
+It ends with 1 if no kernel can do it, with 2 if the line is not understood. `python -m
+diffusion.plan` with `node=` prints the same for the launches of a part of a network.
 """
 
 import dataclasses
 import difflib
 import re
 import sys
+import textwrap
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +60,16 @@ from .norm.group_norm import GROUP_NORM, GROUP_NORM_GRAD
 from .registry.chips import CHIPS, chip, floor
 from .registry.choose import Considered, explain
 from .registry.kernel import Op
-from .registry.spec import AttentionSpec, ChannelNormSpec, ConvSpec, NormSpec, Spec
+from .registry.spec import (
+    FORWARD_TERMS,
+    GRAD_TERMS,
+    AttentionSpec,
+    ChannelNormSpec,
+    ConvSpec,
+    NormSpec,
+    Spec,
+)
+from .runtime.device import Device
 
 _OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 _UNFUSED = {"forward": forward.FORWARD, "input_grad": forward.INPUT_GRAD}
@@ -63,7 +77,9 @@ _JOINED = {name: op for name, op in OPS.items() if "conv" in name or "linear" in
 _PASSES = tuple(_OPS)
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _FLAGS = ("emb", "residual", "stats", "mask", "drawn")
-_EXAMPLE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
+WIDTH = 100  # columns of a page
+_UNDER = 26  # where a kernel's words begin, from its mark on
+_EXAMPLE = "conv forward 128x64x64 64->64 3x3 bf16 stats"
 
 
 def parse(text: str) -> tuple[Op, Spec]:
@@ -77,43 +93,51 @@ def parse(text: str) -> tuple[Op, Spec]:
 def _read(words: Sequence[str], shape: dict[str, Any], needed: dict[str, str], example: str):
     """The pass, and what words of these shapes say. `shape` has patterns and the names of what
     they match, `needed` an example of a word for each name that has to be there."""
-    which, given = None, {}
+    given, said = {}, defaultdict(list)
     for word in words:
-        if word in _PASSES:
-            which = word
-            continue
-        if word in _DTYPES:
-            given["dtype"] = word
-            continue
-        for pattern, names in shape.items():
-            if match := re.fullmatch(pattern, word):
-                if callable(names):
-                    names(given, *match.groups())
-                else:
-                    given |= dict(zip(names, map(int, match.groups()), strict=True))
-                break
+        if word in _PASSES or word in _DTYPES:
+            what = "pass" if word in _PASSES else "dtype"
+            given[what], most = word, 1
         else:
-            known = [*_PASSES, *_DTYPES, *(form for pattern in shape for form in _forms(pattern))]
-            near = difflib.get_close_matches(word, known, 1)
-            raise ValueError(
-                f"{word!r} means nothing here; {f'did you mean {near[0]}? ' if near else ''}"
-                f"valid: {', '.join(known)}; an example: {example!r}"
-            )
+            what, most = _put(word, given, shape, example)
+        said[what].append(word)
+        if len(said[what]) > most:
+            both = " and ".join(said[what])
+            raise ValueError(f"{both}: one of these is too many; an example: {example!r}")
     if absent := [like for key, like in needed.items() if key not in given]:
         raise ValueError(f"something like {absent[0]} is missing; an example: {example!r}")
-    if which is None:
+    if "pass" not in given:
         raise ValueError(f"the pass is missing; choose one of {', '.join(_PASSES)}")
-    return which, given
+    return given.pop("pass"), given
+
+
+def _put(word: str, given: dict[str, Any], shape: dict[str, Any], example: str) -> tuple[str, int]:
+    """Put what a word says into `given`; what it is about, and how often there may be such."""
+    for pattern, names in shape.items():
+        if match := re.fullmatch(pattern, word):
+            if any(number.isdecimal() and int(number) == 0 for number in match.groups()):
+                raise ValueError(f"{word}: numbers of at least 1 are expected")
+            if not callable(names):
+                given |= dict(zip(names, map(int, match.groups()), strict=True))
+                return pattern, 1
+            names(given, *match.groups())
+            return (word, 1) if names is _flags else (pattern, _MOST.get(names, 1))
+    known = [*_PASSES, *_DTYPES, *(form for pattern in shape for form in _forms(pattern))]
+    near = difflib.get_close_matches(word.lower(), known, 1)
+    raise ValueError(
+        f"{word!r} means nothing here; {f'did you mean {near[0]}? ' if near else ''}"
+        f"valid: {', '.join(known)}; an example: {example!r}"
+    )
 
 
 def _forms(pattern: str) -> list[str]:
     """The words that a pattern matches, N for a number: "stride=N"."""
-    text = re.sub(r"\(\\d\+\)|\(\[1-9\]\\d\*\)", "N", pattern).replace(r"(\w+)", "NAME")
+    text = re.sub(r"\(\\d\+\)", "N", pattern).replace(r"(\w+)", "NAME")
     return text.strip("()").split("|")
 
 
 def _appends(name: str) -> Callable[..., None]:
-    """For numbers of which there may be several."""
+    """For numbers of which there may be two."""
 
     def append(given: dict[str, Any], number: str) -> None:
         given[name] = (*given.get(name, ()), int(number))
@@ -121,74 +145,100 @@ def _appends(name: str) -> Callable[..., None]:
     return append
 
 
-def _sets(name: str) -> Callable[..., None]:
-    def put(given: dict[str, Any], word: str) -> None:
-        given[name] = word
+def _activation(given: dict[str, Any], word: str) -> None:
+    if word not in ACTIVATIONS:
+        raise ValueError(f"activation={word} is unknown; choose one of {', '.join(ACTIVATIONS)}")
+    given["activation"] = word
 
-    return put
+
+def _op(given: dict[str, Any], word: str) -> None:
+    if word not in _JOINED:
+        raise ValueError(f"op={word} is unknown; choose one of {', '.join(_JOINED)}")
+    given["op"] = word
 
 
 def _flags(given: dict[str, Any], word: str) -> None:
     given[word] = True
 
 
+def _of_heads(given: dict[str, Any], first: str, second: str) -> None:
+    """Samples and positions, then heads and channels."""
+    names = ("heads", "d") if "n" in given else ("n", "t")
+    given |= dict(zip(names, (int(first), int(second)), strict=True))
+
+
+_EXTRA, _TILES = _appends("extra"), _appends("tiles")
+_MOST = {_EXTRA: 2, _TILES: 2, _of_heads: 2}  # how often a word of this kind may be there
 _CONV = {
     "|".join(("unfused", *_FLAGS)).join("()"): _flags,
     r"(\d+)x(\d+)x(\d+)": ("n", "h", "w"),
     r"(\d+)->(\d+)": ("k", "c"),
     r"(\d+)x(\d+)": ("r", "s"),
-    r"stride=([1-9]\d*)": ("stride",),
-    r"extra=(\d+)": _appends("extra"),
+    r"stride=(\d+)": ("stride",),
+    r"extra=(\d+)": _EXTRA,
     r"first=(\d+)": ("first",),
-    r"activation=(\w+)": _sets("activation"),
+    r"activation=(\w+)": _activation,
     r"groups=(\d+)": ("groups",),
-    r"tiles=(\d+)": _appends("tiles"),
-    r"op=(\w+)": _sets("op"),
+    r"tiles=(\d+)": _TILES,
+    r"op=(\w+)": _op,
 }
 _NORM = {
     r"(\d+)x(\d+)x(\d+)": ("n", "h", "w"),
     r"(\d+)": ("c",),
     r"groups=(\d+)": ("groups",),
     r"first=(\d+)": ("first",),
-    r"tiles=(\d+)": _appends("tiles"),
-    "|".join(ACTIVATIONS).join("()"): _sets("activation"),
+    r"tiles=(\d+)": _TILES,
+    "|".join(ACTIVATIONS).join("()"): _activation,
 }
 _CHANNEL_NORM = {name: _NORM[name] for name in (r"(\d+)x(\d+)x(\d+)", r"(\d+)")} | {
     "(centred)": _flags,
-    "|".join(ACTIVATIONS).join("()"): _sets("activation"),
+    "|".join(ACTIVATIONS).join("()"): _activation,
 }
 _ATTENTION = {
-    r"(\d+)x(\d+)": lambda given, *numbers: _of_heads(given, *map(int, numbers)),
+    r"(\d+)x(\d+)": _of_heads,
     r"keys=(\d+)": ("keys",),
     "(masked)": _flags,
 }
 
 
-def _of_heads(given: dict[str, Any], first: int, second: int) -> None:
-    """Samples and positions, then heads and channels."""
-    names = ("heads", "d") if "n" in given else ("n", "t")
-    given |= dict(zip(names, (first, second), strict=True))
-
-
 def _conv(words: Sequence[str]) -> tuple[Op, ConvSpec]:
     needed = {"n": "128x64x64", "k": "64->64", "dtype": "bf16"}
     which, given = _read(words, _CONV, needed, _EXAMPLE)
-    unfused = given.pop("unfused", False) and which in _UNFUSED
+    unfused, name = given.pop("unfused", False) and which in _UNFUSED, given.pop("op", None)
+    _check_terms(which, given, unfused, name)
     if "stride" in given:
         if not unfused and which != "weight_grad":
             raise ValueError("stride= is for weight gradients, and for others that are `unfused`")
         given |= _size_of_result(given, which == "input_grad")
     if unfused:
         return _UNFUSED[which], _of_one(ConvSpec(**given))
-    name = given.pop("op", None)
-    if name not in (None, *_JOINED):
-        raise ValueError(f"op={name} is unknown; choose one of {', '.join(_JOINED)}")
     op = _OPS[which] if name is None else _JOINED[name]
     if name is not None:
         given = {"groups": 32, "tiles": (4,)} | given
     if op is INPUT_GRAD:
         given = {"activation": "silu", "first": given["c"]} | given
+        if given["first"] > given["c"]:
+            raise ValueError(f"first={given['first']} of {given['c']} channels; expected fewer")
     return op, ConvSpec(**given)
+
+
+def _check_terms(which: str, given: dict[str, Any], unfused: bool, name: str | None) -> None:
+    """ValueError: a term of an epilogue, or of a norm, that what is asked for does not have."""
+    terms = {"forward": FORWARD_TERMS, "input_grad": (*GRAD_TERMS, "first"), "weight_grad": ()}
+    known = () if unfused else terms[which]
+    if name is not None:
+        wanted = "input_grad" if name.endswith("input_grad") else "forward"
+        if which != wanted or unfused:
+            raise ValueError(f"op={name} is {wanted}, and not `unfused`")
+        known = (*FORWARD_TERMS, *GRAD_TERMS, "first", "groups", "tiles")
+    for term in (*FORWARD_TERMS, *GRAD_TERMS, "first", "groups", "tiles"):
+        if term in given and term not in known:
+            what = f"{'unfused ' * unfused}{which}"
+            has = f"; it has {', '.join(known)}" if known else ""
+            needs = " without op=" if term in ("groups", "tiles") else ""
+            raise ValueError(f"{term} is no term of {what}{needs}{has}")
+    if "drawn" in given and "mask" not in given:
+        raise ValueError("drawn, but there is no mask; give mask as well")
 
 
 def _size_of_result(given: dict[str, Any], grad: bool) -> dict[str, int]:
@@ -209,12 +259,17 @@ def _norm(words: Sequence[str]) -> tuple[Op, NormSpec]:
     c = given.pop("c")
     first = given.pop("first", c)
     groups = given.get("groups", 32)
-    if which == "weight_grad" or not 0 < first <= c or c % groups:
-        raise ValueError(f"no norm is of {c} channels, {first} first, in {groups} groups: {which}")
+    if which == "weight_grad":
+        raise ValueError("a norm has one backward pass; choose forward or input_grad")
+    if first > c:
+        raise ValueError(f"first={first} of {c} channels; expected fewer")
+    if c % groups:
+        raise ValueError(f"{c} channels are not divided by groups={groups}")
     spec = NormSpec(**given, c1=first, c2=c - first, grad=which == "input_grad")
     if spec.tiles and not spec.grad:
         if len(spec.tiles) != 1 + (spec.c2 > 0):
-            raise ValueError(f"tiles={spec.tiles}; expected a number for each tensor")
+            tensors = 1 + (spec.c2 > 0)
+            raise ValueError(f"{len(spec.tiles)} numbers of tiles=, and {tensors} tensors to norm")
         return NORM_OF_SUMS, spec
     return (GROUP_NORM_GRAD if spec.grad else GROUP_NORM), spec
 
@@ -283,52 +338,71 @@ def _of_one(spec: ConvSpec) -> ConvSpec:
     return dataclasses.replace(spec, p=p, q=q, padding=spec.pads)
 
 
-def report(op: Op, spec: Spec, name: str, text: str) -> str:
-    """A line for every kernel of the operation that `text` asks for."""
+def report(op: Op, spec: Spec, name: str, text: str) -> list[str]:
+    """Lines: what is asked for, and one for every kernel of the operation that `text` asks for."""
     product = chip(name)
-    lines = [f"{op.name} on {name}", f"  {text}"]
     at_best = floor(product, spec.flops, spec.bytes)
     rates = "measured" if product.measured else "by its data sheet"
-    lines.append(f"  floor {at_best:.1f} us ({spec.flops / 1e9:.2f} GFLOP, rates {rates})")
+    lines = [
+        f"{op.name} on {name}",
+        f"  {text}",
+        f"  floor {at_best:.1f} us ({spec.flops / 1e9:.2f} GFLOP, rates {rates})",
+    ]
     apart = op.why_apart(spec, product.gpu)
     if apart is not None and op.name in OPS:
         lines.append(f"  several launches: {apart}")
-    if op.name not in OPS or op.refuse(spec, product.gpu) is None:
-        lines += [f"  {_line(c)}" for c in explain(op, spec, product.gpu)]
-    return "\n".join(lines)
+        if op.refuse(spec, product.gpu) is not None:
+            return lines
+    return lines + kernels_of(op, spec, product.gpu)
 
 
-def _line(c: Considered) -> str:
+def kernels_of(op: Op, spec: Spec, gpu: Device) -> list[str]:
+    """A line for every kernel of an operation: why it cannot do it, or what it would take."""
+    return [f"  {line(considered)}" for considered in explain(op, spec, gpu)]
+
+
+def line(c: Considered) -> str:
+    """What is said of one kernel."""
     mark = "->" if c.chosen else "  "
     if c.refused is not None:
         return f"{mark} {c.kernel:20s} no: {c.refused}"
-    fields = () if c.config is None else zip(c.config._fields, c.config, strict=True)
-    config = " ".join(f"{key}={value}" for key, value in fields)
-    predicted = "" if c.predicted is None else f"{c.predicted:8.1f} us predicted"
+    predicted = "" if c.predicted is None else f"{c.predicted:.1f} us predicted"
     why = f"taken: {c.chosen}" if c.chosen else "can, where it was measured to be faster"
     if c.predicted is not None and not c.chosen:
         why = "can"
-    return f"{mark} {c.kernel:20s} {why}; {config} {predicted}".rstrip("; ")
+    fields = () if c.config is None else zip(c.config._fields, c.config, strict=True)
+    config = " ".join(f"{key}={value}" for key, value in fields)
+    return f"{mark} {c.kernel:20s} {'; '.join(filter(None, (why, predicted, config)))}"
+
+
+def folded(line: str, width: int = WIDTH) -> str:
+    """A line, and under its words what is too much for the width of a page."""
+    start = len(line) - len(line.lstrip())
+    under = " " * (start + 2 if "  " not in line.strip() else _UNDER)
+    options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": under}
+    return textwrap.fill(line, width, **options)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the report, or with `--help` this page; 2 for a line that is not understood."""
-    if "--help" in arguments or "-h" in arguments:
+    """Print the report; 1 if no kernel can do it, 2 for a line that is not understood."""
+    if {"-h", "--help"} & set(arguments):
         print(__doc__)
-        print(f"gpu: {', '.join(CHIPS)}")
+        print(folded(f"gpu: {', '.join(CHIPS)}"))
         return 0
     words = [word for word in arguments if not word.startswith("gpu=")]
     names = [word.removeprefix("gpu=") for word in arguments if word.startswith("gpu=")]
     if len(words) != 1 or len(names) > 1:
-        print(f'usage: python -m triton_kernels.explain "{_EXAMPLE}" gpu=h100', file=sys.stderr)
-        print(f"  gpu: {', '.join(CHIPS)}", file=sys.stderr)
+        print(f'usage: python -m triton_kernels.explain "{_EXAMPLE}" [gpu=NAME]', file=sys.stderr)
+        print(folded(f"  gpu: {', '.join(CHIPS)}"), file=sys.stderr)
         return 2
     try:
-        print(report(*parse(words[0]), *(names or ["h100"]), words[0]))
+        op, spec = parse(words[0])
+        lines = report(op, spec, *(names or ["h100"]), words[0])
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    print("\n".join(map(folded, lines)))
+    return 0 if any("-> " in line[:5] or "several launches" in line for line in lines) else 1
 
 
 if __name__ == "__main__":

@@ -21,17 +21,22 @@ def test_help(capsys):
 
 
 def test_words_become_a_spec():
-    op, spec = parse("conv2d input_grad 8x16x20 192->320 1x1 fp16 first=128 extra=64 extra=32 mask")
+    op, spec = parse("conv2d input_grad 8x16x20 192->320 1x1 fp16 first=128 mask drawn")
     assert op.name == "conv_input_grad"
-    given = {"k": 192, "c": 320, "r": 1, "s": 1, "extra": (64, 32), "mask": True}
+    given = {"k": 192, "c": 320, "r": 1, "s": 1, "mask": True, "drawn": True}
     assert spec == ConvSpec(8, "fp16", 16, 20, first=128, activation="silu", **given)
+    op, spec = parse("conv forward 8x16x20 192->320 3x3 fp16 extra=64 extra=32 emb stats")
+    added = {"extra": (64, 32), "emb": True, "stats": True}
+    assert op.name == "conv_forward" and spec == ConvSpec(8, "fp16", 16, 20, 192, 320, **added)
+    assert str(spec) == "n=8 dtype=fp16 h=16 w=20 k=192 c=320 emb extra=(64,32) stats"
 
 
 def test_a_weight_gradient_has_its_own_kernels(capsys):
     assert main(["conv weight_grad 32x64x64 64->64 3x3 bf16", "gpu=h100"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    said = capsys.readouterr().out
+    lines = said.splitlines()
     (taken,) = (line for line in lines if line.startswith("  ->"))
-    assert "measured" in taken and "splits=" in taken
+    assert "measured" in taken and "splits=" in said.split(taken)[1].splitlines()[1]
     assert any("pointwise_wgrad" in line and "1x1 filters" in line for line in lines)
 
 
@@ -146,7 +151,9 @@ def test_every_kernel_is_there_and_one_is_taken(gpu, capsys):
     kernels = "tma", "pointer", "stationary_weights", "tile_mma", "narrow_output"
     assert all(any(name in line for line in lines) for name in kernels)
     assert sum("->" in line[:6] for line in lines) == 1
-    assert all("no: " in line or "can" in line or "taken" in line for line in lines[3:])
+    said = [line for line in lines[3:] if line[5:6] != " "]  # and not what is folded under it
+    assert all("no: " in line or "can" in line or "taken" in line for line in said)
+    assert max(map(len, lines)) <= 100
 
 
 def test_a_measured_row_is_named(capsys):
@@ -170,9 +177,37 @@ def test_a_measured_row_is_named(capsys):
         ([LINE, "gpu=gtx1080"], "gpu=gtx1080 is unknown; choose one of h100"),
         ([], "usage"),
         (["pool forward 8x8x8 64"], "'pool' is no operation; choose one of conv"),
-        (["norm forward 8x8x8 64 groups=24 bf16"], "64 channels, 64 first, in 24 groups"),
+        (["norm forward 8x8x8 64 groups=24 bf16"], "64 channels are not divided by groups=24"),
+        (["norm forward 8x8x8 64 groups=0 bf16"], "groups=0: numbers of at least 1 are expected"),
+        (["norm forward 8x8x8 64 first=65 bf16"], "first=65 of 64 channels; expected fewer"),
+        (["norm weight_grad 8x8x8 64 bf16"], "choose forward or input_grad"),
         (["norm forward 8x8x8 bf16"], "something like 128 is missing"),
-        (["norm forward 8x8x8 64 bf16 tiles=1 tiles=2"], "a number for each tensor"),
+        (
+            ["norm forward 8x8x8 64 bf16 tiles=1 tiles=2"],
+            "2 numbers of tiles=, and 1 tensors to norm",
+        ),
+        (["conv forward 0x8x8 64->64 bf16"], "0x8x8: numbers of at least 1 are expected"),
+        (["conv forward 8x8x8 64->64 bf16 fp16"], "bf16 and fp16: one of these is too many"),
+        (["conv forward 8x8x8 4x4x4 64->64 bf16"], "8x8x8 and 4x4x4: one of these is too many"),
+        (["conv forward 8x8 64->64 3x3 bf16"], "8x8 and 3x3: one of these is too many"),
+        (["conv forward input_grad 8x8x8 64->64 bf16"], "forward and input_grad: one of these"),
+        (["conv forward 8x8x8 8->8 bf16 extra=8 extra=8 extra=8"], "extra=8: one of these is"),
+        (
+            ["conv input_grad 8x8x8 64->64 bf16 activation=sulu"],
+            "activation=sulu is unknown; choose",
+        ),
+        (["conv input_grad 8x8x8 64->64 bf16 first=65"], "first=65 of 64 channels"),
+        (["conv input_grad 8x8x8 64->64 bf16 drawn"], "no mask; give mask as well"),
+        (
+            ["conv forward 8x8x8 64->64 bf16 mask"],
+            "mask is no term of forward; it has emb, residual",
+        ),
+        (["conv weight_grad 8x8x8 64->64 bf16 emb"], "emb is no term of weight_grad"),
+        (["conv unfused forward 8x8x8 64->64 bf16 stats"], "stats is no term of unfused forward"),
+        (["conv forward 8x8x8 64->64 bf16 groups=8"], "groups is no term of forward without op="),
+        (["conv forward 8x8x8 64->64 bf16 op=conv_nrom"], "op=conv_nrom is unknown; choose one of"),
+        (["conv weight_grad 8x8x8 64->64 bf16 op=conv_norm"], "op=conv_norm is forward"),
+        (["stage forward 8x64 6->32 taps=3 stride=0 bf16"], "stride=0: numbers of at least 1"),
         (["attention forward 8x64 bf16"], "something like 6x32 is missing"),
         (["attention weight_grad 8x64 4x32 bf16"], "attention has no weights"),
         (["attention forward 8x64 4x32 bf16 masked"], "give keys=N as well"),
@@ -181,6 +216,24 @@ def test_a_measured_row_is_named(capsys):
 def test_what_is_not_understood_ends_with_2(words, message, capsys):
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("conv forward 8x8x8 64->64 2x2 bf16", "not 2x2"),
+        ("channel_norm forward 2x8x8 100000 bf16", "100000 channels; at most 8192"),
+    ],
+)
+def test_what_no_kernel_can_do_has_the_reason_of_each_and_ends_with_1(words, reason, capsys):
+    assert main([words]) == 1
+    said = capsys.readouterr().out
+    assert reason in said and "->" not in said.split(words)[1] and "Spec(" not in said
+
+
+def test_help(capsys):
+    assert main(["--help"]) == 0
+    assert "the channels multiplied and those of the result" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

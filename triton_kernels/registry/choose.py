@@ -207,12 +207,12 @@ class Considered(NamedTuple):
 
 def explain(op: Op, spec: Spec, gpu: Device) -> list[Considered]:
     """Every kernel of an operation: why it cannot compute `spec`, or what it would take."""
-    choice = select(op, spec, gpu)
+    choice = None if op.refuse(spec, gpu) is not None else select(op, spec, gpu)
     found = []
     for kernel in op.kernels:
         refused = op.why_not(kernel, spec, gpu)
         configs: Sequence[tuple] = () if refused else kernel.configs(spec, gpu)
-        chosen = choice.why if kernel is choice.kernel else None
+        chosen = choice.why if choice is not None and kernel is choice.kernel else None
         costs = [kernel.predict(spec, gpu, config) for config in configs]
         predicted, best = min(zip(costs, configs, strict=True), key=itemgetter(0), default=_NONE)
         config = best if math.isfinite(predicted) else None

@@ -5,7 +5,7 @@ multiplied and summed, `c` are the channels of the result. The input gradient of
 CI to CO channels therefore has k = CO and c = CI.
 """
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 
 import torch
 
@@ -47,6 +47,16 @@ class Spec:
 
     n: int
     dtype: str  # bf16 | fp16 | tf32 | fp32
+
+    def __str__(self) -> str:
+        """What differs from defaults: "n=128 dtype=bf16 h=64 w=64 k=64 c=64 stats"."""
+        said = [(f, getattr(self, f.name)) for f in fields(self)]
+        words = (
+            f.name if value is True else f"{f.name}={value}".replace(", ", ",")
+            for f, value in said
+            if f.default is MISSING or value != f.default
+        )
+        return " ".join(words)
 
     @property
     def itemsize(self) -> int:
@@ -129,6 +139,13 @@ class ConvSpec(Spec):
     def pads(self) -> tuple[int, int]:
         """Zeros above and left of an image."""
         return (self.r // 2, self.s // 2) if self.padding is None else self.padding
+
+    @property
+    def moved(self) -> str:
+        """The filter and how it is moved, in words: "3x3 of stride 2"."""
+        stride = f" of stride {self.stride}" if self.stride != 1 else ""
+        padding = "" if self.pads == (self.r // 2, self.s // 2) else f", padding {self.pads}"
+        return f"{self.r}x{self.s}{stride}{padding}"
 
     @property
     def pointwise(self) -> bool:

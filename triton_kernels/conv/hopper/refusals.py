@@ -34,8 +34,7 @@ def refuse_3x3(
 def refuse_filters(spec: ConvSpec) -> str | None:
     """Of another size than 3x3, or which are moved otherwise."""
     if (spec.r, spec.s) != (3, 3) or spec.stride != 1 or spec.pads != (1, 1):
-        its = f"{spec.r}x{spec.s} of stride {spec.stride} and padding {spec.pads[0]}"
-        return f"it does 3x3 filters of stride 1 and padding 1, not {its}"
+        return f"it does 3x3 filters of stride 1 and padding 1, not {spec.moved}"
     return None
 
 

@@ -72,7 +72,7 @@ def _refuse_pointwise(spec: ConvSpec, gpu: Device) -> str | None:
     if reason := missing(gpu, spec.itemsize) or unaddressable(spec, gpu):
         return reason
     if not spec.pointwise:
-        return f"it does 1x1 filters without padding, not {spec.r}x{spec.s}"
+        return f"it does 1x1 filters without padding, not {spec.moved}"
     if spec.k > _MOST_K:
         return f"{spec.k} channels of x; its loop is unrolled for {_MOST_K}"
     return None

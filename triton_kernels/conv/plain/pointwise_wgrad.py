@@ -126,7 +126,7 @@ def launch_points(tile: PointwiseWgrad, splits: int, operands: WgradOperands) ->
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if not spec.pointwise:
-        return f"it does 1x1 filters without padding, not {spec.r}x{spec.s}"
+        return f"it does 1x1 filters without padding, not {spec.moved}"
     return refuse_wide_float32(spec, gpu)
 
 

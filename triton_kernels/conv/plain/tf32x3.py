@@ -117,7 +117,7 @@ def _refuse_linear(spec: ConvSpec, gpu: Device) -> str | None:
     if reason := refuse(spec, gpu):
         return reason
     if spec.taps > 1 or spec.pads != (0, 0):
-        return f"it does 1x1 filters without padding, not {spec.r}x{spec.s}"
+        return f"it does 1x1 filters without padding, not {spec.moved}"
     pixels = spec.n * spec.h * spec.w
     return f"{pixels} pixels; it takes up to {_MANY_PIXELS}" if pixels > _MANY_PIXELS else None
 
