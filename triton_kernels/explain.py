@@ -35,6 +35,7 @@ diffusion.plan` with `node=` prints the same for the launches of a part of a net
 import dataclasses
 import difflib
 import re
+import signal
 import sys
 import textwrap
 from collections import defaultdict
@@ -78,7 +79,7 @@ _PASSES = tuple(_OPS)
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
 _FLAGS = ("emb", "residual", "stats", "mask", "drawn")
 WIDTH = 100  # columns of a page
-_UNDER = 26  # where a kernel's words begin, from its mark on
+_UNDER = 24  # where a kernel's words begin, from its mark on
 _EXAMPLE = "conv forward 128x64x64 64->64 3x3 bf16 stats"
 
 
@@ -345,24 +346,24 @@ def report(op: Op, spec: Spec, name: str, text: str) -> list[str]:
     rates = "measured" if product.measured else "by its data sheet"
     lines = [
         f"{op.name} on {name}",
-        f"  {text}",
+        folded(f"  {text}", 4),
         f"  floor {at_best:.1f} us ({spec.flops / 1e9:.2f} GFLOP, rates {rates})",
     ]
     apart = op.why_apart(spec, product.gpu)
     if apart is not None and op.name in OPS:
-        lines.append(f"  several launches: {apart}")
+        lines.append(folded(f"  several launches: {apart}", 4))
         if op.refuse(spec, product.gpu) is not None:
             return lines
     return lines + kernels_of(op, spec, product.gpu)
 
 
-def kernels_of(op: Op, spec: Spec, gpu: Device) -> list[str]:
+def kernels_of(op: Op, spec: Spec, gpu: Device, indent: int = 2) -> list[str]:
     """A line for every kernel of an operation: why it cannot do it, or what it would take."""
-    return [f"  {line(considered)}" for considered in explain(op, spec, gpu)]
+    found = (" " * indent + _line(considered) for considered in explain(op, spec, gpu))
+    return [folded(line, indent + _UNDER) for line in found]
 
 
-def line(c: Considered) -> str:
-    """What is said of one kernel."""
+def _line(c: Considered) -> str:
     mark = "->" if c.chosen else "  "
     if c.refused is not None:
         return f"{mark} {c.kernel:20s} no: {c.refused}"
@@ -375,12 +376,10 @@ def line(c: Considered) -> str:
     return f"{mark} {c.kernel:20s} {'; '.join(filter(None, (why, predicted, config)))}"
 
 
-def folded(line: str, width: int = WIDTH) -> str:
-    """A line, and under its words what is too much for the width of a page."""
-    start = len(line) - len(line.lstrip())
-    under = " " * (start + 2 if "  " not in line.strip() else _UNDER)
-    options = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": under}
-    return textwrap.fill(line, width, **options)
+def folded(line: str, under: int) -> str:
+    """A line, and under it, so many columns from the left, what is too much for a page."""
+    options = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(line, WIDTH, subsequent_indent=" " * under, **options)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -393,7 +392,7 @@ def main(arguments: Sequence[str]) -> int:
     names = [word.removeprefix("gpu=") for word in arguments if word.startswith("gpu=")]
     if len(words) != 1 or len(names) > 1:
         print(f'usage: python -m triton_kernels.explain "{_EXAMPLE}" [gpu=NAME]', file=sys.stderr)
-        print(folded(f"  gpu: {', '.join(CHIPS)}"), file=sys.stderr)
+        print(folded(f"  gpu: {', '.join(CHIPS)}", 7), file=sys.stderr)
         return 2
     try:
         op, spec = parse(words[0])
@@ -401,9 +400,10 @@ def main(arguments: Sequence[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n".join(map(folded, lines)))
+    print("\n".join(lines))
     return 0 if any("-> " in line[:5] or "several launches" in line for line in lines) else 1
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads may have read enough, such as head
     sys.exit(main(sys.argv[1:]))

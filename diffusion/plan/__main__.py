@@ -1,6 +1,7 @@
 """Print the launches of a network, without a GPU:
 
     python -m diffusion.plan model=unet64 batch=16 mode=sample gpu=h100
+    python -m diffusion.plan model=unet64 batch=128 mode=train gpu=h100 node=input_blocks.5.0
     python -m diffusion.plan model=unet64 batch=128 mode=train gpu=h200 out=plan.png
     python -m diffusion.plan model=unet64 model.model_channels=96 channels=4 size=32 gpu=a100
     python -m diffusion.plan model=my_networks.py:make batch=16 mode=train gpu=a100
@@ -14,12 +15,16 @@ gpu        one of `triton_kernels.registry.chips`
 size       pixels per side; for a policy, steps of a chunk
 channels   of an image; for a policy, numbers of an action
 precision  bf16, fp32, tf32
+node       input_blocks.5.0: only what this module launches, or this node (conv_fused8), with the
+           answers of the registry: why this kernel, and why none of the others; empty: all
 context    77x768: tokens and numbers per token of a sequence condition; empty: none
 out        file for a picture of the timeline; empty: none
 """
 
 import re
+import signal
 import sys
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +37,7 @@ import triton_kernels
 from triton_kernels import fused_ops
 from triton_kernels.registry.chips import Chip, chip
 
-from ..errors import ConfigError, check_writable, writing
+from ..errors import ConfigError, check_writable, lack_of_memory, writing
 from ..factory import (
     POLICY_MODELS,
     build_model,
@@ -51,8 +56,8 @@ from .inference1d import real_time_plan
 from .launch.table import Kernels
 from .printed.page import Page, page
 from .printed.step import step_page
-from .printed.text import table
-from .printed.timeline import draw
+from .printed.text import modules, table
+from .printed.timeline import check_picture, draw
 from .sampling_plan import sampling_plan
 from .step.network import TrainingUNet, step_kernels
 from .user_module import names_function, user_function
@@ -67,6 +72,7 @@ _DEFAULTS = {
     "size": "",
     "channels": "",
     "precision": "bf16",
+    "node": "",
     "context": "",
     "out": "",
 }
@@ -114,6 +120,7 @@ def changes(model: str, arguments: list[str]) -> dict[str, Any]:
         if not equals or not name.startswith(_CHANGE):
             continue
         option = name.removeprefix(_CHANGE)
+        known.pop("name", None)  # which says what kind of network it is
         if option not in known:
             raise ConfigError(f"{argument}: {model} has {', '.join(known) or 'no settings'}")
         changed[option] = parsed(value)
@@ -224,12 +231,25 @@ def main(arguments: list[str]) -> None:
     changed = changes(given["model"], arguments)
     out = Path(given["out"]) if given["out"] else None
     if out is not None:
+        check_picture(out)
         check_writable(out)
     try:
         found = _page(given, changed, gpu)
     except PlanError as error:
         raise ConfigError(str(error)) from error
-    print(table(found))
+    except (MemoryError, RuntimeError) as error:
+        if lack_of_memory(error) is None:
+            raise
+        what = f"batch={given['batch']} size={given['size'] or 64}"
+        raise ConfigError(f"memory does not suffice for {what}; take smaller ones") from error
+    try:
+        print(table(found, given["node"]))
+    except KeyError:
+        near = get_close_matches(given["node"], modules(found), 3)
+        said = f"did you mean {', '.join(near)}" if near else "see the page without node="
+        raise ConfigError(
+            f"node={given['node']} is no module that launches, nor a node; {said}"
+        ) from None
     if out is not None:
         with writing(out):
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -238,6 +258,7 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads may have read enough, such as head
     if {"--help", "-h"} & set(sys.argv):
         print(__doc__)
         sys.exit()

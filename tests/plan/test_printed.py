@@ -1,6 +1,7 @@
 """The page says what would run, without a GPU; wrong settings are named."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -30,18 +31,26 @@ def pages(*calls: list[str]) -> list[str]:
     return out.split("=\n")
 
 
+def nodes_of(page: str) -> list[str]:
+    """A text for each, of the lines that begin with its number and of what is under it."""
+    table = page.split("\n\n")[0]
+    return re.split(r"\n(?=\d)", table)[1:]
+
+
 def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
     picture = tmp_path / "new" / "plan.png"
     tiny = ["model=unet_tiny", "batch=2", "size=16"]
     train, other, _ = pages(
         [*tiny, "mode=train", "gpu=h100", f"out={picture}"], [*tiny, "gpu=a100"]
     )
+    assert max(map(len, train.splitlines())) <= 100
+    nodes = nodes_of(train)
+    blocks = [node for node in nodes if node.split()[1].startswith("conv_fused")]
+    assert blocks and all("_kernel" in node and "(models/layers.py:" in node for node in blocks)
+    assert "residual and 1x1 skip in the epilogue" in train.split("rewrites:")[1]
+    weights = [node for node in nodes if node.split()[1].startswith("conv_dw")]
+    assert weights and all("wgrad" in node for node in weights)
     rows = train.splitlines()
-    blocks = [row for row in rows if row.split()[1:2] and row.split()[1].startswith("conv_fused")]
-    assert blocks and all("_kernel" in row and "models/layers.py:" in row for row in blocks)
-    assert any("residual" in row for row in blocks)
-    weights = [row for row in rows if " conv_dw" in row]
-    assert weights and all("wgrad" in row for row in weights)
     for said in ("forward: ", "backward: ", "parameters (once", "memory: ", "timeline: "):
         assert any(row.startswith(said) for row in rows), said
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -61,9 +70,12 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
         ("colour=red", "colour=red is unknown; give model=..."),
         (f"model={OWN}/none.py:make", "none.py does not exist"),
         (f"model={OWN}/own_module.py:mak", "own_module.py has no function mak"),
-        ("model.widht=96", "model.widht=96: unet64 has name, model_channels"),
+        ("model.widht=96", "model.widht=96: unet64 has model_channels"),
         ("model.model_channels=[96", "[96 is no value of YAML"),
         ("model.num_groups=7", "num_groups=7 does not divide"),
+        ("model.name=other", "model.name=other: unet64 has model_channels"),
+        ("batch=1000000000000", "memory does not suffice for batch=1000000000000 size=64"),
+        ("out=plan.docx", "out=plan.docx is no picture; it ends in ."),
         (f"out={__file__}/plan.png", "test_printed.py is a file, expected a folder"),
     ],
 )
@@ -71,6 +83,33 @@ def test_wrong_settings(argument, said):
     with pytest.raises(ConfigError) as error:
         main([argument])
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_a_module_launches_and_why():
+    """All launches of a residual block, forward and backward, and the registry's answer to each; of
+    one node by its name; a name that is nearly right."""
+    of = ["model=unet64", "batch=128", "mode=train", "gpu=h100"]
+    script = "from diffusion.plan.__main__ import main\n"
+    block, node = (f"main({[*of, f'node={n}']!r})" for n in ("input_blocks.5.0", "conv_fused8"))
+    code, out, err = run("-c", f"{script}{block}; print('='); {node}; {block[:-3]}1'])")
+    assert code == 1 and "node=input_blocks.5.01 is no module that launches, nor a node" in err
+    assert "did you mean input_blocks.5.0" in err
+    block, node = out.split("=\n", 1)
+    assert max(map(len, block.splitlines())) <= 100 and "Spec(" not in block
+    nodes = nodes_of(block)
+    names = [re.sub(r"\d+$", "", text.split()[1]) for text in nodes]
+    forward = ["norm", "conv_fused", "norm", "conv_fused"]
+    assert names[:4] == forward and Counter(names[4:]) == Counter(
+        {"conv_input_grad": 2, "norm_backward": 2, "conv_dw": 1, "bias_grad": 1}
+    )
+    launching = [text for text in nodes if "_kernel" in text]
+    assert len(launching) == 9
+    assert all(
+        text.count("\n       -> ") == text.count(": n=128 dtype=bf16") > 0 for text in launching
+    )
+    assert "stationary_weights   no: rows of 32 pixels; it takes 64" in block
+    (only,) = nodes_of(node)
+    assert only.split("rewrites")[0] == nodes[1].split("rewrites")[0]
 
 
 def test_a_network_of_ones_own():

@@ -6,6 +6,7 @@ from diffusion.plan.moves import MAIN, SECOND, THIRD
 from diffusion.plan.printed.kernels import Launched
 from diffusion.plan.printed.page import Line, Page
 from diffusion.plan.printed.timeline import _family, _images, _passes, draw, times
+from triton_kernels.registry.chips import chip
 
 
 def line(us, stream=MAIN, op="conv_fused", pass_="backward", waits=(), image="", flops=1):
@@ -26,6 +27,7 @@ PAGE = Page(
         line(1, waits=(8,), image="4x4"),
     ],
     "memory: 1 MB",
+    chip("h100").gpu,
 )
 
 

@@ -41,6 +41,13 @@ def precision_of(dtype: torch.dtype, allow_tf32: bool) -> str:
     return "ieee" if dtype == torch.float32 and not allow_tf32 else "tf32"
 
 
+def _said(value: object) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    between = ", " if any(isinstance(v, Spec) for v in value) else ","
+    return f"({between.join(map(_said, value))})"
+
+
 @dataclass(frozen=True)
 class Spec:
     """Of any operation."""
@@ -50,13 +57,12 @@ class Spec:
 
     def __str__(self) -> str:
         """What differs from defaults: "n=128 dtype=bf16 h=64 w=64 k=64 c=64 stats"."""
-        said = [(f, getattr(self, f.name)) for f in fields(self)]
-        words = (
-            f.name if value is True else f"{f.name}={value}".replace(", ", ",")
-            for f, value in said
-            if f.default is MISSING or value != f.default
+        given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        return " ".join(
+            name if value is True else f"{name}={_said(value)}"
+            for name, value, default in given
+            if default is MISSING or value != default
         )
-        return " ".join(words)
 
     @property
     def itemsize(self) -> int:

@@ -32,6 +32,7 @@ class Launched:
     kernels: tuple[str, ...]
     config: str = ""  # of the first
     predicted_us: float | None = None  # None: no times were fitted to these kernels
+    decisions: tuple[Decision, ...] = ()  # answers of the registry
 
 
 def launched(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> dict[Node, Launched]:
@@ -80,10 +81,11 @@ class Notes:
         device = self.gpu.gpu
         own = [d for d in self.decisions if not d.choice.kernel.delegates]
         times = [d.choice.kernel.model(d.spec, device, d.choice.config) for d in own]
+        answers = tuple(self.decisions)
         self.launches.clear()
         self.decisions.clear()
         known = times and None not in times
-        return Launched(names, config, sum(times) if known else None)
+        return Launched(names, config, sum(times) if known else None, answers)
 
 
 @contextmanager

@@ -4,9 +4,11 @@ bound of its time."""
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from triton_kernels import fused_ops
 from triton_kernels.registry.chips import Chip, floor
+from triton_kernels.runtime.device import Device
 
 from ..build import Plan
 from ..graph import Node, Value
@@ -30,7 +32,8 @@ class Line:
     flops: int
     floor_us: float
     source: str = ""
-    why: str = ""
+    sources: tuple[str, ...] = ()  # of all that is launched together
+    why: tuple[str, ...] = ()  # rewrites
     waits: tuple[int, ...] = ()  # for lines of other streams, by their numbers
     image: str = ""  # rows and columns, such as 32x32, where it multiplies
 
@@ -46,6 +49,7 @@ class Page:
 
     lines: list[Line]
     memory: str
+    gpu: Device
 
 
 class Writer:
@@ -87,7 +91,8 @@ class Writer:
             moved,
             flops,
             source=node.source,
-            why="; ".join(dict.fromkeys(why)),
+            sources=tuple(dict.fromkeys(n.source for n in nodes)),
+            why=tuple(dict.fromkeys(why)),
             image=_image(node) if flops else "",
         )
 
@@ -100,7 +105,7 @@ class Writer:
         stream: int,
         moved: int = 0,  # bytes
         flops: int = 0,
-        **more: str,  # source, why and image
+        **more: Any,  # source, sources, why and image
     ) -> None:
         """A line."""
         what = name, op, pass_, made, stream, moved, flops, floor(self.gpu, flops, moved)
@@ -122,7 +127,8 @@ def lines(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> list[Line]:
 
 
 def page(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> Page:
-    return Page(lines(plan, gpu, ops), f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak")
+    memory = f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak"
+    return Page(lines(plan, gpu, ops), memory, gpu.gpu)
 
 
 def _image(node: Node) -> str:

@@ -53,7 +53,7 @@ def step_page(
         f"memory: {most / 1e6:,.0f} MB of activations and their gradients at the peak ({where}),"
         f" and {held / 1e6:,.0f} MB of parameters, gradients and the optimizer's state"
     )
-    return Page(written.writer.lines, memory)
+    return Page(written.writer.lines, memory, gpu.gpu)
 
 
 class _Step:

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from ...errors import ConfigError
 from ..moves import MAIN
 from ..ops import FREE, WEIGHT_GRADS
 from .page import Line, Page
@@ -31,6 +32,15 @@ _NAMED = 0.03  # of the whole time: a span so long has room for its name
 _GAP = 0.001  # of the whole time, between spans
 
 Span = tuple[float, float]
+
+
+def check_picture(path: Path) -> None:
+    """ConfigError if a picture cannot be of the kind that the name ends in."""
+    from matplotlib.figure import Figure
+
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise ConfigError(f"out={path} is no picture; it ends in .{', .'.join(sorted(kinds))}")
 
 
 def draw(page: Page, path: Path, title: str = "") -> None:
