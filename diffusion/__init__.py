@@ -263,7 +263,8 @@ def register_model(name: str) -> "Callable[[type[nn.Module]], type[nn.Module]]":
 
     The class is a `diffusion.models.layers.Network` with `forward_nhwc`. Its constructor takes
     image_size (H, W), in_channels, out_channels, backend, and the settings of the group `model` as
-    keyword arguments. ValueError: the name is taken. See docs/extending.md.
+    keyword arguments. ValueError: the name is taken, or the constructor or `forward_nhwc` lacks an
+    argument that it will be given. See docs/extending.md.
     """
     from .factory import register_model as register
 

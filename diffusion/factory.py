@@ -1,5 +1,6 @@
 """From the groups `model` and `diffusion` of the configuration to objects."""
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -36,6 +37,10 @@ AS_DIFFUSERS: dict[str, dict[str, bool]] = {
     "heun": {"noise_alone": True},
 }
 
+# what a network's constructor is given beside its settings, and every call beside x, t and labels
+_GIVEN = ("image_size", "in_channels", "out_channels", "backend")
+_ASKED = ("rng", "first")
+
 SAMPLERS: dict[str, type[Sampler]] = {
     "ddpm": DDPM,
     "ddim": DDIM,
@@ -50,10 +55,22 @@ def register_model(name: str) -> Callable[[M], M]:
 
     def register(model: M) -> M:
         check_name("model", name, model, MODELS | POLICY_MODELS)
+        _check_arguments(name, "constructor", model, _GIVEN)
+        _check_arguments(name, "forward_nhwc", getattr(model, "forward_nhwc", None), _ASKED)
         MODELS[name] = model
         return model
 
     return register
+
+
+def _check_arguments(name: str, what: str, call: Callable | None, needed: tuple[str, ...]) -> None:
+    """ValueError: a network has no such method, or it does not take these keyword arguments."""
+    if call is None:
+        raise ValueError(f"model {name} has no {what}; it is a diffusion.models.layers.Network")
+    known = inspect.signature(call).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    if lacking := [] if anything else [argument for argument in needed if argument not in known]:
+        raise ValueError(f"model {name}: its {what} has no argument {', '.join(lacking)}")
 
 
 def build_model(

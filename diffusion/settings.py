@@ -34,12 +34,16 @@ _PLURALS = {int: "whole numbers", float: "numbers", str: "texts"}  # of what lis
 
 def construct(make: Callable[..., T], settings: dict[str, Any], group: str, **given: Any) -> T:
     """`make(**settings, **given)`. ConfigError names an unknown key of `settings` and the nearest
-    valid one, or a value that is not of the annotated type. `group` is where the settings stand in
-    the configuration, "" at its top."""
+    valid one, a missing one without a default, or a value that is not of the annotated type.
+    `group` is where the settings stand in the configuration, "" at its top."""
     if not isinstance(settings, dict):
         raise ConfigError(f"{group}={shown(settings)} is wrong; it is a group of settings")
-    valid = [name for name in inspect.signature(make).parameters if name not in given]
+    parameters = inspect.signature(make).parameters
+    valid = [name for name in parameters if name not in given]
     check_keys(settings, valid, group)
+    needed = (name for name in valid if _is_needed(parameters[name]))
+    if missing := [name for name in needed if name not in settings]:
+        raise ConfigError(f"{_dotted(group, missing[0])} is not set, and has no default")
     values = typed(make, settings, group)
     with naming_group(settings, group):
         return make(**values, **given)
@@ -101,6 +105,11 @@ def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from flattened(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    return parameter.default is parameter.empty and not several
 
 
 def _dotted(group: str, key: str) -> str:

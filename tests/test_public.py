@@ -199,6 +199,21 @@ def test_own_model_and_own_data(tmp_path):
     assert code == 0 and (tmp_path / "a.png").is_file(), err
 
 
+def test_the_network_and_the_data_set_of_the_page(tmp_path):
+    """docs/extending.md, word for word."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/extending.md").read_text(), re.DOTALL)
+    (plugin := tmp_path / "plugin.py").write_text("\n".join(b for b in blocks if "register_" in b))
+    for group, text in (
+        ("dataset/noise", "name: noise\nsize: 8\ncount: 8\n"),
+        ("model/two_layers", "name: two_layers\nwidth: 8\n"),
+    ):
+        (file := tmp_path / f"{group}.yaml").parent.mkdir()
+        file.write_text(text)
+    own = ("--config-dir", str(tmp_path), f"plugin={plugin}", "model=two_layers", "dataset=noise")
+    code, _, err = run("train.py", *own, *QUICK, "train.steps=2", f"run_dir={tmp_path}/run")
+    assert code == 0, err
+
+
 def test_a_plugin_that_fails_is_one_line(tmp_path):
     (tmp_path / "bad.py").write_text("raise KeyError('x')\n")
     for plugin, words in (
@@ -216,6 +231,20 @@ def test_names_are_taken_once():
 
     with pytest.raises(ValueError, match="there is a model unet already"):
         diffusion.register_model("unet")(torch.nn.Module)
+    with pytest.raises(
+        ValueError, match="model mine has no forward_nhwc; it is a diffusion.models"
+    ):
+        diffusion.register_model("mine")(lambda image_size, in_channels, out_channels, backend: 0)
+    with pytest.raises(ValueError, match="its constructor has no argument image_size, in_channels"):
+        diffusion.register_model("mine")(lambda out_channels, backend: 0)
+
+    class Mine:
+        def __init__(self, image_size, in_channels, out_channels, backend): ...
+
+        def forward_nhwc(self, x, t, labels): ...
+
+    with pytest.raises(ValueError, match="model mine: its forward_nhwc has no argument rng, first"):
+        diffusion.register_model("mine")(Mine)
     with pytest.raises(ValueError, match="there is a data set mnist already"):
         diffusion.register_dataset("mnist")(lambda size=1: ImageSet(torch.zeros(0)))
     with pytest.raises(ValueError, match="no argument size"):

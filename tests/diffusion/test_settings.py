@@ -91,6 +91,15 @@ def test_what_is_given_is_no_setting():
         construct(make, {"given": 5}, "", given=5)
 
 
+def test_a_setting_without_a_default_has_to_be_given():
+    def make(width: int, depth: int = 2, *, backend: str, **more: int) -> int:
+        return width * depth
+
+    assert construct(make, {"width": 3}, "model", backend="torch") == 6
+    with pytest.raises(ConfigError, match="^model.width is not set, and has no default$"):
+        construct(make, {"depth": 3}, "model", backend="torch")
+
+
 def test_a_group_is_no_value():
     with pytest.raises(ConfigError, match="train=5 is wrong; it is a group"):
         construct(make, 5, "train")
