@@ -240,8 +240,8 @@ def main(arguments: list[str]) -> None:
     except (MemoryError, RuntimeError) as error:
         if lack_of_memory(error) is None:
             raise
-        what = f"batch={given['batch']} size={given['size'] or 64}"
-        raise ConfigError(f"memory does not suffice for {what}; take smaller ones") from error
+        what = " ".join(f"{name}={given[name]}" for name in ("batch", "size") if given[name])
+        raise ConfigError(f"memory does not suffice for {what}; take less") from error
     try:
         print(table(found, given["node"]))
     except KeyError:

@@ -74,7 +74,7 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
         ("model.model_channels=[96", "[96 is no value of YAML"),
         ("model.num_groups=7", "num_groups=7 does not divide"),
         ("model.name=other", "model.name=other: unet64 has model_channels"),
-        ("batch=1000000000000", "memory does not suffice for batch=1000000000000 size=64"),
+        ("batch=1000000000000", "memory does not suffice for batch=1000000000000; take less"),
         ("out=plan.docx", "out=plan.docx is no picture; it ends in ."),
         (f"out={__file__}/plan.png", "test_printed.py is a file, expected a folder"),
     ],
