@@ -386,7 +386,7 @@ def main(arguments: Sequence[str]) -> int:
     """Print the report; 1 if no kernel can do it, 2 for a line that is not understood."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
-        print(folded(f"gpu: {', '.join(CHIPS)}"))
+        print(folded(f"gpu: {', '.join(CHIPS)}", 5))
         return 0
     words = [word for word in arguments if not word.startswith("gpu=")]
     names = [word.removeprefix("gpu=") for word in arguments if word.startswith("gpu=")]
