@@ -40,7 +40,9 @@ def page() -> str:
     parts.append(
         "Ops for contiguous NHWC tensors on a GPU; differentiable ones have gradients. Each is also"
         " an op of\n`torch.library`. `triton_kernels.reference` has all of them in plain PyTorch,"
-        " for any device.\n"
+        " for any device. A tensor of\nanother device, shape, dtype or layout than stated raises"
+        " ValueError. `first` is the global index of\nsample 0: what is drawn depends on the seed,"
+        " the step and the sample's global index alone.\n"
     )
     for name in triton_kernels.__all__:
         parts.append(described(f"triton_kernels.{name}", getattr(triton_kernels, name)))

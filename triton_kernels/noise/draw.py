@@ -101,10 +101,11 @@ def normal(
     shape: tuple[int, ...],  # [N, ...]; elements are counted in this order
     rng: Tensor,  # int64 [2]: seed, step
     *,
-    stream: int = NOISE,
+    stream: int = NOISE,  # what for: numbers of two purposes are independent
     first: int = 0,
 ) -> Tensor:  # float32
-    """Standard normal noise; sample n is keyed by (seed, step, first + n, stream) alone."""
+    """Standard normal noise (Box and Muller 1958, of Philox's words; Salmon et al. 2011). Sample n
+    is a function of (seed, step, first + n, stream) alone. ValueError: a negative size."""
     check_device("rng", rng)
     check_rng(rng)
     if not shape or min(shape) < 0:
@@ -112,8 +113,15 @@ def normal(
     return _normal(shape, rng, stream, first)
 
 
-def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -> Tensor:
-    """Uniform timesteps in [0, num_timesteps), int64 [N]: (word * num_timesteps) >> 32."""
+def draw_timesteps(
+    rng: Tensor,  # int64 [2]: seed, step
+    n: int,
+    num_timesteps: int,
+    *,
+    first: int = 0,
+) -> Tensor:  # int64 [N]
+    """Uniform timesteps in [0, num_timesteps): (word * num_timesteps) >> 32, with one word of 32
+    bits a sample. ValueError: num_timesteps is not from 1 to 2^31 - 1."""
     check_device("rng", rng)
     check_rng(rng)
     if not 0 < num_timesteps < 2**31:
@@ -121,8 +129,13 @@ def draw_timesteps(rng: Tensor, n: int, num_timesteps: int, *, first: int = 0) -
     return _draw_timesteps(rng, n, num_timesteps, first)
 
 
-def draw_flips(rng: Tensor, n: int, *, first: int = 0) -> Tensor:
-    """Fair coins, bool [N]: the top bit of a word."""
+def draw_flips(
+    rng: Tensor,  # int64 [2]: seed, step
+    n: int,
+    *,
+    first: int = 0,
+) -> Tensor:  # bool [N]
+    """Fair coins, of which samples are to be mirrored: the top bit of a word a sample."""
     check_device("rng", rng)
     check_rng(rng)
     return _draw_flips(rng, n, first)

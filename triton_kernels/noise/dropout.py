@@ -154,13 +154,14 @@ class _Dropout(torch.autograd.Function):
 
 def dropout(
     x: Tensor,  # [N, H, W, C]
-    p: float,
+    p: float,  # share that is dropped
     rng: Tensor,  # int64 [2]: seed, step
     *,
-    layer: int,
+    layer: int,  # two layers draw independently
     first: int = 0,
-) -> Tensor:
-    """x / (1 - p) where a uniform draw is >= p, else 0. Keyed by (seed, step, first + n, layer).
+) -> Tensor:  # [N, H, W, C], dtype of x
+    """x / (1 - p) where a uniform draw is >= p, else 0 (Srivastava et al. 2014). The draws of
+    sample n are a function of (seed, step, first + n, layer); backward draws them again.
 
     Raises ValueError unless 0 <= p < 1 and 0 <= layer < 2^23, and for a wrong layout or rng.
     """

@@ -127,9 +127,12 @@ def record_losses(
     *,
     uniform: float = 0.001,  # u
 ) -> Tensor:  # int64 [T]
-    """Append the losses of a batch to the history, in their order. Returns the running sum of the
-    probabilities q_t. Losses that are not finite are skipped. ValueError: other shapes or dtypes,
-    T above 4,096, u outside of [0, 1]."""
+    """Append the losses of a batch to the history, in their order. Returns the running sum of
+
+        q_t = floor(2^30 p_t) + 1    p_t = (1 - u) w_t / sum w + u / T,  w_t^2 = mean of history^2
+
+    (Nichol and Dhariwal 2021, section 3.4), with p_t = 1 / T until every timestep has H losses.
+    Losses that are not finite are skipped. ValueError: T is above 4,096, or u not in [0, 1]."""
     check_device("history", history)
     for name, x, dtype in (
         ("losses", losses, torch.float32),
@@ -160,7 +163,8 @@ def draw_weighted_timesteps(
     *,
     first: int = 0,
 ) -> Tensor:  # int64 [N]
-    """Timesteps in [0, T): the number of ends that are at most (word * ends[T - 1]) >> 32."""
+    """Timesteps t with probability q_t / sum q of `record_losses`: the number of ends that are at
+    most (word * ends[T - 1]) >> 32."""
     check_device("rng", rng)
     check_rng(rng)
     if ends.dtype != torch.int64 or ends.ndim != 1 or not len(ends) or not ends.is_contiguous():

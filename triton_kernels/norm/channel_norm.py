@@ -294,11 +294,11 @@ def channel_norm(
     """act((norm(x) * weight + bias) * (1 + scale) + shift), with norm over the channels of each
     pixel; statistics and arithmetic in float32.
 
-    norm(x) is RMSNorm, or LayerNorm with `centred`, which subtracts the mean first. With s the mean
-    of x^2 over channels, x is divided by sqrt(s + eps) with eps_in="root", as
-    torch.nn.RMSNorm and LayerNorm do, by max(sqrt(s), eps) with "max", as F.normalize does, whose
-    result has the length 1 instead of sqrt(C) and whose eps is sqrt(C) times as large, and by
-    sqrt(s) + eps with "sum".
+    norm(x) = x / d, with `centred` of x without its mean. With s the mean of x^2, `eps_in` says d:
+
+        "root"   sqrt(s + eps)        as torch.nn.RMSNorm, and with `centred` LayerNorm
+        "max"    max(sqrt(s), eps)    sqrt(C) F.normalize(x, eps=sqrt(C) eps)
+        "sum"    sqrt(s) + eps        as EDM2's layers (Karras et al. 2024)
 
     Parameters may have another dtype than x, such as float32; each gradient has the dtype of its
     tensor. The rows of `scale` and `shift` may be strided. torch.autocast has no effect.

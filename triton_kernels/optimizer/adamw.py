@@ -262,8 +262,15 @@ def adamw_step(
     skipped: Tensor,  # int32 [1], counts skipped steps, in place
     shadow: Tensor | None = None,  # [P], set to the new param in 16 bits, or rounded to TF32
 ) -> None:
-    """Gradient clipping, AdamW (Loshchilov and Hutter 2019) and EMA in one launch. If `norm` is not
-    finite, only `skipped` changes."""
+    """Gradient clipping, AdamW (Loshchilov and Hutter 2019) and EMA in one launch, with `norm` of
+    `grad_norm`. If it is not finite, only `skipped` changes.
+
+        grad <- grad min(1, max_norm / norm)     param <- param (1 - lr weight_decay)
+        param <- param - lr / bias_correction1 m / (sqrt(v / bias_correction2) + eps)
+        ema   <- ema_decay ema + (1 - ema_decay) param
+
+    m and v are `exp_avg` and `exp_avg_sq`; bias_correction1 = 1 - beta1^k in step k.
+    """
     size = param.numel()
     for name, x in (
         ("param", param),
