@@ -2,10 +2,14 @@
 interpreter, which has no kernels of Hopper."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.run import run
+
+ROOT = Path(__file__).resolve().parents[2]
 
 CODE = """
 import json, torch
@@ -117,3 +121,46 @@ def test_products(found):
     """As many as the model counts, or fewer: what is upsampled is multiplied on the small image."""
     assert found["1"]["flops"] == pytest.approx(1.0046, abs=1e-4)  # the stem has 16 channels
     assert 0.8 < found["16"]["flops"] < 0.95
+
+
+# of blocks without a concat, with 16 images on an H100: by pixels, as docs/design.md writes them
+ONE, INLINE = "(table pass), conv; twice", "input gradient, (coefficients dx); twice"
+TRAINING = {
+    "input_blocks.1.0": (
+        "64x64",
+        "table, pass, conv; twice",
+        "input gradient, coefficients, dx; twice",
+    ),
+    "input_blocks.5.0": ("32x32", "table, pass, conv, (table pass), conv", INLINE),
+    "input_blocks.8.0": ("16x16", ONE, INLINE),
+    "input_blocks.11.0": ("8x8", ONE, INLINE),
+}
+KERNELS = {
+    "table": "norm_table_kernel",
+    "pass": "norm_apply_kernel",
+    "(table pass)": "norm_apply_kernel",
+    "coefficients": "norm_grad_table_kernel",
+    "dx": "norm_dx_kernel",
+    "(coefficients dx)": "norm_dx_inline_kernel",
+}
+
+
+def test_a_residual_block_in_training():
+    """What docs/design.md lets its readers predict."""
+    settings = ["model=unet64", "batch=16", "mode=train", "gpu=h100"]
+    code, out, err = run("-c", f"from diffusion.plan.__main__ import main; main({settings})")
+    assert code == 0, err
+    page = (ROOT / "docs" / "design.md").read_text()
+    ops = ("norm", "conv_fused"), ("conv_input_grad", "norm_backward")
+    for block, (pixels, *passes) in TRAINING.items():
+        (row,) = re.findall(rf"^\| [^|]*\b{pixels}\b.*$", page, re.MULTILINE)
+        entries = [e for e in re.split(r"\n(?=\d+ )", out) if f" {block}." in e]
+        for words, mine in zip(passes, ops, strict=True):
+            said, _, times = words.partition("; ")
+            assert block == "input_blocks.5.0" or said in row or "the same" in row, row
+            names = said.split(", ") * (2 if times else 1)
+            nodes = [e for e in entries if re.match(rf"\d+ +({'|'.join(mine)})\d+ ", e)]
+            found = [kernel for e in nodes for kernel in re.findall(r"\w+_kernel\b", e)]
+            assert [name if name.startswith("norm") else "conv" for name in found] == [
+                KERNELS.get(name, "conv") for name in names
+            ], block
