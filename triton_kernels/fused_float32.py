@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 PRODUCTS = (  # of these every product is as told
     "attention_backward",
     "attention_forward",
+    "conv2d_input_grad",
     "conv_down",
     "conv_down_input_grad",
     "conv_few",

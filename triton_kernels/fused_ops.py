@@ -31,6 +31,7 @@ from .attention import cross_attention_bwd as cross_attention_backward
 from .attention import cross_attention_fwd as cross_attention_forward
 from .attention.linear import linear_attention_backward, linear_attention_forward
 from .attention.projected import PROJECTED, projected_attention
+from .conv.conv2d import conv2d_input_grad
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from .conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
 from .conv.few import conv_few
@@ -64,7 +65,7 @@ from .norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
 from .norm.sums import activation_grad, tensor_partials
 from .norm.tables import norm_grad_table, norm_table
 from .reductions.column_sum import column_rows
-from .reductions.row_sums import RowSums, bias_grad
+from .reductions.row_sums import RowSums, bias_grad, row_place
 from .resample.op import gather, spread, spread_add
 
 OPS = {
@@ -101,11 +102,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dqkv [N, T, 3C], and rows [rows, 3C] in a place of `sums`, whose sum is that of it over
     samples and positions."""
-
-    def own(rows: int, columns: int) -> Tensor:
-        return torch.empty((rows, columns), dtype=torch.float32, device=qkv.device)
-
-    place = sums.rows if isinstance(sums, RowSums) else own if sums else None
+    place = row_place(sums, qkv.device)
     return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, place)
 
 
@@ -115,10 +112,13 @@ def avg_pool(x: Tensor, tf32: bool = False) -> Tensor:  # [N, H, W, C] -> [N, H 
 
 
 def avg_pool_grad(
-    dy: Tensor, add: Tensor | None = None, sums: RowSums | None = None, tf32: bool = False
+    dy: Tensor,
+    add: Tensor | None = None,  # [N, H, W, C]
+    sums: RowSums | bool = False,  # True: rows in a tensor of their own; False: none
+    tf32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(its input gradient for even sizes, plus `add` [N, H, W, C]; rows [rows, C] in a place of
-    `sums`, whose sum is that of it over samples and pixels, or None)"""
+    """(its input gradient for even sizes, plus `add`; rows [rows, C] in a place of `sums`, whose
+    sum is that of it over samples and pixels, or None)"""
     n, h, w, c = dy.shape
     return spread_add(dy, (n, 2 * h, 2 * w, c), 0.25, add, sums, tf32)
 

@@ -188,7 +188,7 @@ def _user_page(given: dict[str, str], trains: bool, gpu: Chip) -> Page:
     if low and not trains:
         network = network.bfloat16()
         args = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, args)
-    options = {"tf32": (given["precision"] == "tf32",) * 2, "joins": (fused_ops, gpu.gpu)}
+    options = {"tf32": (given["precision"] == "tf32",) * 2, "kernels": (fused_ops, gpu.gpu)}
     with torch.autocast("cpu", torch.bfloat16, enabled=low and trains):
         made = plan(network.train(trains), args, {}, trains=trains, **options)
     return page(made, gpu)

@@ -205,11 +205,11 @@ class Accelerated(nn.Module):
         trains = gradients and any(p.requires_grad for p in self.module.parameters())
         tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
         of_inputs = tuple(i for i, x in enumerate(tensors) if gradients and x.requires_grad)
-        tf32, joins = self._tf32(), None
+        tf32, kernels = self._tf32(), None
         exact = any(p.dtype == torch.float64 for p in self.module.parameters())
         if on_gpu(device) and not exact:
-            joins = fused_ops, describe(device)
-        options = {"trains": trains, "of_inputs": of_inputs, "tf32": tf32, "joins": joins}
+            kernels = fused_ops, describe(device)
+        options = {"trains": trains, "of_inputs": of_inputs, "tf32": tf32, "kernels": kernels}
         made = plan(self.module, args, kwargs, **options)
         constants = made.graph.constants
         made.graph.constants = {value: x.to(device) for value, x in constants.items()}

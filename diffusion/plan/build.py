@@ -13,7 +13,7 @@ from triton_kernels.runtime.device import Device
 from .canonical import casts_together
 from .differentiate import Backward, differentiate
 from .fuse.rows import fuse, prepare
-from .graph import Graph, Value
+from .graph import Graph, Node, Value
 from .join.rules import join
 from .norms import split_norms
 from .ops import FREE
@@ -60,6 +60,11 @@ class Plan:
         return found
 
 
+def _multiplies_float32(node: Node) -> bool:
+    """Whether its operands, of which it reads one first, have 32 bits."""
+    return next(iter(node.inputs.values())).dtype == torch.float32 if node.inputs else False
+
+
 def _multiplies_low(graph: Graph, tf32: tuple[bool, bool]) -> bool:
     """Whether no product of images has to be in float32, which the joined kernels do not have."""
     dtypes = {
@@ -79,7 +84,8 @@ def plan(
     *,
     trains: bool = False,  # with gradients of the parameters that require one
     of_inputs: tuple[int, ...] = (),  # and of these inputs, counted among the tensors
-    joins: tuple[ModuleType, Device] | None = None,  # kernels and a GPU for `join`; None: not
+    # what is launched, and where: for what not every GPU has kernels for; None: without that
+    kernels: tuple[ModuleType, Device] | None = None,
     tf32: tuple[bool, bool] = (True, True),  # may convolutions, may other products be in TF32
 ) -> Plan:
     """The plan of module(*args, **kwargs). PlanError: it has none, and why."""
@@ -90,15 +96,16 @@ def plan(
     split_norms(graph)
     prepare(graph, "train" if wanted else "sample")
     backward = differentiate(graph, wanted) if wanted else None
-    fuse(graph, backward, tf32[0])
+    fuse(graph, backward, tf32[0], kernels)
     graph.check(() if backward is None else backward.seeds.values())
     parameters = dict(module.named_parameters()) | dict(module.named_buffers())
-    if joins is not None and backward is None and _multiplies_low(graph, tf32):
-        join(graph, parameters, *joins, grid_sync=False)
+    if kernels is not None and backward is None and _multiplies_low(graph, tf32):
+        join(graph, parameters, *kernels, grid_sync=False)
     fewer = casts_together(graph)
     for node in graph.nodes:
         is_image = node.op.startswith("conv") or len(node.out.shape) == 4
-        node.tf32 = tf32[0] if is_image and "attention" not in node.op else tf32[1]
+        allowed = tf32[0] if is_image and "attention" not in node.op else tf32[1]
+        node.tf32 = allowed or not _multiplies_float32(node)
     if backward is None:
         made = schedule(graph, forward_moves(graph.nodes))
     else:

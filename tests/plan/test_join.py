@@ -24,7 +24,7 @@ def evaluated(name):
     module, args, kwargs = network(name)
     module = in_float64(module).eval()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
-    made = plan(module, args, kwargs, joins=(fused, GPU))
+    made = plan(module, args, kwargs, kernels=(fused, GPU))
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     values = dict(zip(made.graph.inputs, made.traced.leaves(args, kwargs), strict=True))
     values |= made.graph.constants
@@ -87,5 +87,5 @@ class Norms(torch.nn.Module):
 def test_norms_of_whole_groups_where_they_are_one_wave(images, channels, multiprocessors, op):
     module = Norms(channels).to(torch.bfloat16).eval()
     x = torch.randn(images, 8, 32, 32, dtype=torch.bfloat16)
-    made = plan(module, (x,), joins=(fused_ops, GPU._replace(num_sms=multiprocessors)))
+    made = plan(module, (x,), kernels=(fused_ops, GPU._replace(num_sms=multiprocessors)))
     assert [n.op for n in made.graph.nodes if n.op.startswith("norm")] == [op]

@@ -8,6 +8,7 @@ from torch import nn
 from diffusion.models.blocks import AttentionBlock, CrossAttentionBlock, ResBlock
 from diffusion.plan import planned
 from diffusion.plan.accelerate import Accelerated
+from diffusion.plan.launch import products
 from diffusion.plan.launch.table import launch_kernels, launch_reference
 from diffusion.runtime.backend import TORCH_FP32
 from tests.plan.strangers import Normed
@@ -77,6 +78,32 @@ def test_float32_is_multiplied_as_pytorch_is_told(monkeypatch):
     assert Accelerated(Block(16))._tf32() == (False, False)
 
 
+def test_of_16_bits_every_product_has_the_kernels_of_16_bits(monkeypatch):
+    """PyTorch's flags of TF32 concern float32 alone."""
+    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (True, False))  # as PyTorch begins
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)), torch.ones(2, 3, 8)
+    for low in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            made, *_ = Accelerated(module).plan_of((x,), {})
+        linears = [node for node in made.graph.nodes if node.op.startswith("linear")]
+        assert len(linears) == 5 and {node.tf32 for node in linears} == {low}
+
+
+@pytest.mark.parametrize("padding", [(1, 1, 1, 1), (0, 1, 0, 1), (1, 0, 2, 1)], ids=str)
+def test_gradients_multiply_nothing_of_the_forward_pass_again(padding, monkeypatch):
+    layer = nn.Sequential(nn.ZeroPad2d(padding), nn.Conv2d(4, 8, 3, stride=2), nn.Linear(3, 5))
+    x = torch.randn(2, 4, 6, 6, requires_grad=True)
+    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (False, False))
+    monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
+    y = Accelerated(layer)(x)
+    expected = layer(x)
+    monkeypatch.setattr(products, "_conv2d", None)
+    dy, given = torch.randn_like(y), (x, layer[1].weight)
+    found = torch.autograd.grad(y, given, dy)
+    for a, b in zip(found, torch.autograd.grad(expected, given, dy), strict=True):
+        assert (a - b).abs().max() <= 2e-5 * b.abs().max()
+
+
 class Crossing(nn.Module):
     """Attention to a context, with keys and values side by side, apart, and with a mask."""
 
@@ -126,8 +153,16 @@ def test_attention_to_a_context(scale, device, monkeypatch):
         (nn.Conv2d(4, 8, 3, stride=(2, 1), padding=1), (1, 4, 5, 6)),
         (nn.Conv1d(4, 8, 3, stride=2, padding=1), (1, 4, 6)),
         (nn.Conv1d(4, 8, 5), (1, 4, 9)),
+        (nn.Conv2d(8, 8, 3, stride=2, padding=1), (2, 8, 6, 10)),
+        (nn.Conv2d(4, 8, 4, stride=2, padding=1), (2, 4, 6, 10)),
+        (nn.Conv2d(3, 8, 5, stride=3, padding=(1, 2)), (2, 3, 7, 9)),
+        (nn.Sequential(nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(8, 16, 3, stride=2)), (2, 8, 6, 10)),
+        (nn.Sequential(nn.ZeroPad2d((2, 1, 0, 3)), nn.Conv2d(4, 8, 2, stride=2)), (2, 4, 5, 7)),
     ],
-    ids=["no zeros around it", "of one row", "of two strides", "of rows, stride 2", "of rows"],
+    ids=[
+        *("no zeros around it", "of one row", "of two strides", "of rows, stride 2", "of rows"),
+        *("halves", "halves, 4x4", "5x5, a third", "halves, zeros behind it", "zeros on one side"),
+    ],
 )
 def test_convolutions_that_no_fused_kernel_has(layer, shape, device, monkeypatch):
     """Of other sizes than the image's, or strides that differ: by the public op, or PyTorch."""

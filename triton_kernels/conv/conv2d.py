@@ -73,6 +73,19 @@ def _conv2d_dgrad(
     return dx
 
 
+def conv2d_input_grad(
+    dy: Tensor,  # [N, P, Q, CO]
+    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
+    size: tuple[int, int],  # H, W
+    stride: int,
+    padding: tuple[int, int],
+    *,
+    allow_tf32: bool = True,  # of float32
+) -> Tensor:  # [N, H, W, CI]
+    """dx, for a plan."""
+    return _conv2d_dgrad(dy, weight, size, stride, padding, allow_tf32)
+
+
 def _conv2d_wgrad(
     x: Tensor,  # [N, H, W, CI]
     dy: Tensor,  # [N, P, Q, CO]

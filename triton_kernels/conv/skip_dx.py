@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..reductions.row_sums import RowSums
+from ..reductions.row_sums import RowSums, row_place
 from ..registry.choose import select
 from ..registry.kernel import Op
 from ..registry.spec import ConvSpec, dtype_name, precision_of
@@ -108,12 +108,8 @@ def _launch(
     row = 1 if isinstance(config, PointerTile) else 16 // dy.itemsize
     assert c1 % row == c % row == co % row == 0, "channels in multiples of 16 bytes"
     box = box_of(config, n, h, w, upsample1)
-    rows = None
-    count = n * boxes_of_image(box, h, w)
-    if isinstance(sums, RowSums):
-        rows = sums.rows(count, c1)
-    elif sums:
-        rows = _empty((count, c1), dtype=torch.float32, device=dy.device)
+    place = row_place(sums, dy.device)
+    rows = None if place is None else place(n * boxes_of_image(box, h, w), c1)
     if isinstance(coeff, Tensor):
         assert coeff.shape == (n, 3, channels) and coeff.is_contiguous()
         coeff = coeff[..., begin:]

@@ -109,7 +109,8 @@ def conv_weight_grad(
     *,
     accumulate: bool = False,  # add to `out`
     stride: int = 1,
-    padding: int | None = None,  # None: R // 2; the image is padded below as far as dy needs it
+    # None: R // 2 and S // 2; below the image is padded as far as dy needs it
+    padding: int | tuple[int, int] | None = None,
     allow_tf32: bool = True,
     config: tuple | None = None,  # a tile of a kernel of `WEIGHT_GRAD`
     splits: int | None = None,  # parts that the sum over pixels is split into
@@ -124,7 +125,8 @@ def conv_weight_grad(
         if not accumulate:
             out.zero_()
         return
-    padding = (r // 2, s // 2) if padding is None else (padding, padding)
+    padding = (r // 2, s // 2) if padding is None else padding
+    padding = padding if isinstance(padding, tuple) else (padding, padding)
     precision = precision_of(x.dtype, allow_tf32)
     kernel, planned = plan(x, dy, out, stride, padding, precision, config)
     splits = planned.splits if splits is None else splits

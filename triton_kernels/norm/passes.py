@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..activations import check_activation, rounded_grad
 from ..noise.dropout import WORD, Mask, mask_arguments
-from ..reductions.row_sums import RowSums
+from ..reductions.row_sums import RowSums, row_place
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
@@ -237,11 +237,8 @@ def norm_dx(
     grid = cut(n, h * w, c1, c2, config, describe(dz.device))
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device) if out is None else out
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
-    rows = None
-    if isinstance(sums, RowSums):
-        rows = sums.rows(n * grid.k, c1)
-    elif sums:
-        rows = _empty((n * grid.k, c1), dtype=torch.float32, device=x1.device)
+    place = row_place(sums, x1.device)
+    rows = None if place is None else place(n * grid.k, c1)
     shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
     norm_dx_kernel[(grid.programs,)](
         dz, x1, x2, coeff, table, *adds, dx1, dx2, rows, *shape, upsample1,

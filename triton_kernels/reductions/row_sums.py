@@ -9,6 +9,8 @@ for a hundred times. Here rows are kept in one workspace, and a table says what 
 The order of the sum is fixed, so the same rows give the same bits.
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -145,6 +147,20 @@ class RowSums:
 
 def _capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def row_place(
+    sums: RowSums | bool | None,  # True: rows in a tensor of their own
+    device: torch.device,
+) -> Callable[[int, int], Tensor] | None:
+    """Where a launch keeps rows, given their number and their columns; None: nowhere."""
+    if isinstance(sums, RowSums):
+        return sums.rows
+
+    def own(rows: int, columns: int) -> Tensor:
+        return _empty((rows, columns), dtype=torch.float32, device=device)
+
+    return own if sums else None
 
 
 def bias_grad(

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reductions.row_sums import RowSums
+from ..reductions.row_sums import RowSums, row_place
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.layout import check_nhwc
 from ..runtime.library import derivative, once_differentiable, op
@@ -168,7 +168,7 @@ def spread_add(
     shape: tuple[int, ...],  # (N, H, W, C)
     factor: float,
     add: Tensor | None = None,  # [N, H, W, C]
-    sums: RowSums | None = None,
+    sums: RowSums | bool = False,  # True: rows in a tensor of their own; False: none
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """fine = factor * the coarse pixel + add, rounded once; and float32 [rows, C] in a place of
@@ -177,9 +177,8 @@ def spread_add(
     fine = _empty(shape, dtype=coarse.dtype, device=coarse.device)
     rows = (h + 1) // 2
     grid = _cut((w + 1) // 2, c, _TILE if add is None else _TILE // 2)
-    partial = None
-    if sums is not None:
-        partial = sums.rows(n * rows * grid.qb, c)
+    place = row_place(sums, coarse.device)
+    partial = None if place is None else place(n * rows * grid.qb, c)
     _spread_kernel[(n * rows * grid.qb * grid.cb,)](
         coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, tf32,
         **overlapping(coarse.device, n * h * w),

@@ -51,27 +51,27 @@ BACKWARD_ROWS = (
     ),
     Row(
         "a quarter to each of 2x2 pixels", ("upsample",), pool_grad,
-        "0.3 % of a step of 32 images, 2.2 of 128 (H100)", ("step",)
+        "0.3 % of a step of 32 images, 2.2 of 128 (H100)", ("train",)
     ),
     Row(
         "dx of what halves the image", ("conv_dx",), down_dx,
-        "4.2 % of a step of ddpm_cifar10 at 64 images", ("step",)
+        "4.2 % of a step of ddpm_cifar10 at 64 images", ("train",)
     ),
     Row(
         "added while it is resampled", ("add",), added_resampled,
-        "1.3 % of a step of 32 images, 0.4 of 128 (H100)", ("step",)
+        "1.3 % of a step of 32 images, 0.4 of 128 (H100)", ("train",)
     ),
     Row(
         "dx added up over 2x2 pixels", ("sum_pool",), pooled_dx,
-        "2.0 % of a step of 32 images, 4.1 of 128 (H100)", ("step",)
+        "2.0 % of a step of 32 images, 4.1 of 128 (H100)", ("train",)
     ),
     Row(
         "dx multiplied on the small image", ("conv_input_grad",), small_input_grad,
-        "with the forward pass, see there", ("step",)
+        "with the forward pass, see there", ("train",)
     ),
     Row(
         "dx of a convolution alone on the small image", ("sum_pool",), small_plain_grad,
-        "with the forward pass, see there", ("step",)
+        "with the forward pass, see there", ("train",)
     ),
     Row(
         "sums of dx while it is written", ("sum",), rows_of_dx,

@@ -37,15 +37,16 @@ FORWARD_ROWS = (
     ),
     Row(
         "a convolution that halves the image", ("conv",), conv_down,
-        "1.7 % of a step of ddpm_cifar10 at 64 images: where zeros are behind the image", ("step",)
+        "1.7 % of a step of ddpm_cifar10 at 64 images: where zeros are behind the image",
+        ("train",)
     ),
     Row(
         "upsampling in the norm's pass", ("norm",), norm_of_upsampled,
-        "1.8 % of a step of 32 images, 4.3 of 128 (H100)", ("step",)
+        "1.8 % of a step of 32 images, 4.3 of 128 (H100)", ("train",)
     ),
     Row(
         "multiplied on the small image", ("conv_fused",), conv_upsampled,
-        "1.3 % of a step of 32 images, 2.9 of 128", ("step",)
+        "1.3 % of a step of 32 images, 2.9 of 128", ("train",)
     ),
     Row("added behind a norm over channels", ("add",), added_behind, "unmeasured"),
     Row("a norm over channels in two types", ("cast",), low_copy, "unmeasured"),

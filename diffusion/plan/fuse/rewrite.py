@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
+from triton_kernels.conv.upsampled import upsampled_spec
+from triton_kernels.runtime.device import Device
+
 from ..graph import Graph, Node, Value
+from ..launch.table import Kernels
 
 HALF = (2, 2)  # pixels of a block, or steps
 
@@ -27,7 +31,7 @@ class Row:
         return mode in self.when or mode == "step" and "train" in self.when
 
 
-Serves = Callable[[Value, tuple[int, int], int], bool]
+On = tuple[Kernels, Device]  # what is launched, and where
 
 
 class Fusing:
@@ -42,11 +46,11 @@ class Fusing:
         graph: Graph,
         mode: str,
         tf32: bool,
-        serves_upsampled: Serves | None,  # of a small image, channels of two tensors, CO
+        kernels: On | None,
         before: Iterable[Node],  # the other pass, which is only looked at
     ) -> None:
         self.graph, self.mode, self.tf32 = graph, mode, tf32
-        self._serves_upsampled = serves_upsampled
+        self._kernels = kernels
         # who has made or read a value at some time, of which those count that still do
         self._made = {value: node for node in before for value in node.outputs.values()}
         self._made |= graph.producers()
@@ -77,9 +81,15 @@ class Fusing:
         return width if width != value.shape[-1] or value.dtype == torch.float32 else None
 
     def serves_upsampled(self, small: Value, channels: tuple[int, int], co: int) -> bool:
-        """Whether there are kernels for a convolution of upsampled channels, and they pay."""
-        ask = self._serves_upsampled
-        return ask is not None and ask(small, channels, co)
+        """Whether there are kernels for a convolution of upsampled channels of the small image, and
+        of channels beside them, and whether they pay, in both passes."""
+        if self._kernels is None:
+            return False
+        kernels, gpu = self._kernels
+        meta = torch.empty(small.shape, dtype=small.dtype, device="meta")
+        asked = {"conv_upsampled": False, "conv_upsampled_input_grad": True}
+        specs = {op: upsampled_spec(meta, *channels, co, grad=grad) for op, grad in asked.items()}
+        return all(kernels.OPS[op].why_apart(spec, gpu) is None for op, spec in specs.items())
 
     def halves_image(self, node: Node, image: Value) -> bool:
         """Whether kernels have this convolution of an image, or its gradient, with stride 2: of 3x3

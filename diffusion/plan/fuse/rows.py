@@ -16,7 +16,7 @@ from ..graph import Graph, Node
 from .backward import BACKWARD_ROWS
 from .forward import FORWARD_ROWS
 from .preparing import PREPARING
-from .rewrite import Fusing, Row, Serves
+from .rewrite import Fusing, On, Row
 
 ROWS = {row.name: row for row in (*PREPARING, *FORWARD_ROWS, *BACKWARD_ROWS)}
 _left_out: set[str] = set()
@@ -47,19 +47,20 @@ def fuse(
     graph: Graph,
     backward: Backward | None,
     tf32: bool = True,
-    step: Serves | None = None,  # it is of a training step, and what has kernels: see `Fusing`
+    kernels: On | None = None,  # and a GPU: for rows whose kernels do not serve every size
+    step: bool = False,  # it is of a training step
 ) -> None:
     """Apply the other rows, in place. Without `tf32` convolutions of float32 are left to kernels
     that multiply in float32."""
     if backward is None:
         return _apply(graph, FORWARD_ROWS, "sample", tf32)
-    mode = "train" if step is None else "step"
+    mode = "step" if step else "train"
     # each pass for itself: nothing of backward moves into forward
     nodes, outputs, constants = graph.nodes, graph.outputs, graph.constants
     forward, behind = nodes[: backward.start], nodes[backward.start :]
     read = {v for node in behind for v in node.inputs.values()}
     graph.nodes, graph.outputs = forward, [*outputs, *read]
-    _apply(graph, FORWARD_ROWS, mode, tf32, serves=step)
+    _apply(graph, FORWARD_ROWS, mode, tf32, kernels=kernels)
     forward = graph.nodes
     graph.nodes, graph.outputs = behind, list(backward.grads.values())
     _apply(graph, BACKWARD_ROWS, mode, tf32, forward)
@@ -75,12 +76,12 @@ def _apply(
     mode: str,
     tf32: bool = True,
     before: Sequence[Node] = (),
-    serves: Serves | None = None,
+    kernels: On | None = None,
 ) -> None:
     for row in rows:
         if not row.applies(mode) or row.name in _left_out:
             continue
-        f = Fusing(graph, mode, tf32, serves, before)
+        f = Fusing(graph, mode, tf32, kernels, before)
         for node in list(graph.nodes):
             if node in f.gone or node.op not in row.root:
                 continue

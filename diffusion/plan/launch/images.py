@@ -44,8 +44,7 @@ def _sum_pool(run, node, given):
 
 @launches("avg_pool_grad")
 def _avg_pool_grad(run, node, given):
-    sums = run.sums if "rows" in node.outputs else None
-    dx, rows = run.kernels.avg_pool_grad(given["dy"], given.get("add"), sums)
+    dx, rows = run.kernels.avg_pool_grad(given["dy"], given.get("add"), run.rows_of(node))
     return {"y": dx, "rows": rows}
 
 

@@ -44,11 +44,6 @@ def _conv2d(
     return run.public.conv2d(x.contiguous(), weight, bias, **options)
 
 
-def _is_fused(node: Node) -> bool:
-    """Whether a gradient is one of the fused kernels', which multiply float32 in TF32."""
-    return node.tf32 and node.keeps_size
-
-
 def _rows(x: Tensor) -> Tensor:
     """[..., C] as an image of one row."""
     return x if x.ndim == 4 else x.reshape(1, 1, -1, x.shape[-1])
@@ -87,34 +82,46 @@ def _conv_fused(run, node, given):
 
 @launches("conv_down")
 def _conv_down(run, node, given):
-    tensors = given["x"], given["weight"], given["bias"]
+    tensors = given["x"], filters(given["weight"]), given["bias"]
     return run.kernels.conv_down(*tensors, node.attrs["padding"])
 
 
 # --- their gradients ------------------------------------------------------------------------------
 
 
-def _by_autograd(
-    run: Launcher, node: Node, x: Tensor, weight: Tensor, dy: Tensor, of_weight: bool
-) -> Tensor:
-    """A gradient of the public op, of any shape."""
-    with torch.enable_grad():
-        asked = leaf(filters(weight) if of_weight else x)
-        operands = (x, asked) if of_weight else (asked, weight)
-        y = _conv2d(run, *operands, None, **node.attrs, tf32=node.tf32)
-    return torch.autograd.grad(y, asked, dy.contiguous())[0]
+def _cut(node: Node) -> tuple[tuple[int, int, int, int], int, tuple[int, int]]:
+    """How a gradient of `_conv2d` sees its image: the rows and columns of zeros that are put around
+    it, and stride and padding of the kernels."""
+    (stride, _), (y0, y1, x0, x1) = node.attrs["stride"], node.attrs["padding"]
+    if (y0, x0) != (y1, x1):
+        return (y0, y1, x0, x1), stride, (0, 0)
+    return (0,) * 4, stride, (y0, x0)
+
+
+def _by_pytorch(node: Node) -> bool:
+    """Whether strides differ, which our kernels do not have."""
+    stride = node.attrs.get("stride", (1, 1))
+    return stride[0] != stride[1]
 
 
 @launches("conv_dx", "linear_dx")
 def _product_dx(run, node, given):
     dy, weight = given["dy"], given["weight"]
-    if dy.ndim == 4 and _is_fused(node):
-        return run.kernels.conv_plain_input_grad(dy, filters(weight))
+    if dy.ndim == 4 and node.keeps_size:
+        return run.of(node).conv_plain_input_grad(dy, filters(weight))
     if node.op == "linear_dx":
         y = _conv2d(run, _rows(dy), as_filters(weight.T), None, tf32=node.tf32)
         return y.view(node.out.shape)
-    x = torch.empty(node.out.shape, dtype=dy.dtype, device=dy.device)
-    return _by_autograd(run, node, x, weight, dy, of_weight=False)
+    n, h, w, _ = node.out.shape
+    if _by_pytorch(node):
+        x = leaf(torch.empty(node.out.shape, dtype=dy.dtype, device=dy.device))
+        with torch.enable_grad():
+            y = _conv2d(run, x, weight, None, **node.attrs)
+        return torch.autograd.grad(y, x, dy)[0]
+    (y0, y1, x0, x1), stride, padding = _cut(node)
+    size, weight = (y0 + h + y1, x0 + w + x1), filters(weight)
+    dx = run.of(node).conv2d_input_grad(dy.contiguous(), weight, size, stride, padding)
+    return dx[:, y0 : y0 + h, x0 : x0 + w].contiguous()
 
 
 @launches("conv_input_grad")
@@ -132,8 +139,8 @@ def _conv_input_grad(run, node, given):
 
 @launches("conv_down_dx")
 def _conv_down_dx(run, node, given):
-    padding, add = node.attrs["padding"], given.get("add")
-    return run.kernels.conv_down_input_grad(given["dy"], given["weight"], padding, add)
+    tensors, add = (given["dy"], filters(given["weight"])), given.get("add")
+    return run.kernels.conv_down_input_grad(*tensors, node.attrs["padding"], add)
 
 
 @launches(*WEIGHT_GRADS)
@@ -144,10 +151,17 @@ def _weight_grad(run, node, given):
     r, s = size or (1, 1)
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty((co, r, s, ci), dtype=wide, device=x.device).permute(0, 3, 1, 2)
-    if _is_fused(node):
-        run.kernels.conv_weight_grad(x, dy, out)
+    if _by_pytorch(node):
+        weight = leaf(torch.zeros_like(out, dtype=x.dtype))
+        with torch.enable_grad():
+            y = _conv2d(run, x, weight, None, **node.attrs)
+        out = torch.autograd.grad(y, weight, dy)[0]
+    elif node.keeps_size:
+        run.of(node).conv_weight_grad(x, dy, out)
     else:
-        out = _by_autograd(run, node, x, torch.zeros_like(out, dtype=x.dtype), dy, of_weight=True)
+        (y0, y1, x0, x1), stride, padding = _cut(node)
+        x = F.pad(x, (0, 0, x0, x1, y0, y1)) if any((y0, y1, x0, x1)) else x
+        run.of(node).conv_weight_grad(x, dy, out, stride=stride, padding=padding)
     return out.reshape(node.out.shape)
 
 

@@ -101,9 +101,10 @@ class Launcher:
         return self.kernels if node.tf32 else self._exact
 
     def rows_of(self, node: Node) -> RowSums | bool:
-        """Where a launch keeps rows of sums: with others', or, if they are asked for, in a tensor
-        of their own."""
-        return "rows" in node.outputs if self.sums is None else self.sums
+        """Where a launch keeps rows of sums, if they are asked for: with others', or, True, in a
+        tensor of their own."""
+        asked = "rows" in node.outputs
+        return self.sums if asked and self.sums is not None else asked
 
     @cached_property
     def _exact(self) -> Kernels:

@@ -13,7 +13,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from triton_kernels.conv.upsampled import upsampled_spec
 from triton_kernels.runtime.device import describe
 
 from ...models.unet import UNet
@@ -92,14 +91,7 @@ def step_plan(
     backward = differentiate(graph, [*wanted.values(), *parts])
     (seed,) = backward.seeds.values()
 
-    def serves(small: Value, channels: tuple[int, int], co: int) -> bool:
-        meta = torch.empty(small.shape, dtype=small.dtype, device="meta")
-        forward, grad = (upsampled_spec(meta, *channels, co, grad=g) for g in (False, True))
-        asked = {"conv_upsampled": forward, "conv_upsampled_input_grad": grad}
-        gpu = describe(x.device)
-        return all(kernels.OPS[op].why_apart(spec, gpu) is None for op, spec in asked.items())
-
-    fuse(graph, backward, step=serves)
+    fuse(graph, backward, kernels=(kernels, describe(x.device)), step=True)
     result, forward = graph.outputs, set(graph.nodes[: backward.start])
     places = {
         backward.grads[v]: Place(name, v.shape) for name, v in wanted.items() if v in backward.grads

@@ -25,6 +25,7 @@ from .attention import (
 )
 from .channel_norm import channel_norm_backward, channel_norm_forward
 from .conv import (
+    conv2d_input_grad,
     conv_down,
     conv_down_input_grad,
     conv_few,

@@ -39,6 +39,14 @@ def conv_few(x, weight, bias=None, **options):
     return conv_forward(x, weight, bias, **options)
 
 
+def conv2d_input_grad(dy, weight, size, stride, padding):
+    """The gradient of x, of this size, in y = conv(x)."""
+    with torch.enable_grad():
+        x = dy.new_zeros((dy.shape[0], *size, weight.shape[1])).requires_grad_()
+        y = reference.conv2d(x, weight.detach(), stride=stride, padding=padding)
+    return torch.autograd.grad(y, x, dy)[0].contiguous()
+
+
 def conv_plain_input_grad(dy, weight):
     """The gradient of x in y = conv(x). Channels of dy behind those of y do not count."""
     with torch.enable_grad():

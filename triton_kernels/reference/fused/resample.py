@@ -9,12 +9,12 @@ def avg_pool(x, tf32=False):
     return operand(reference.avg_pool2d(x), tf32)
 
 
-def avg_pool_grad(dy, add=None, sums=None, tf32=False):
+def avg_pool_grad(dy, add=None, sums=False, tf32=False):
     """(its input gradient for even sizes, plus `add`; rows whose sum is its sum over pixels, or
     None)"""
     dx = reference.upsample_nearest2d(dy) / 4
     dx = dx if add is None else dx + add
-    return operand(dx, tf32), None if sums is None else dx.sum((1, 2))
+    return operand(dx, tf32), dx.sum((1, 2)) if sums else None
 
 
 def upsample(x, tf32=False):
