@@ -9,6 +9,7 @@ EMB = 6
 LAYERS = (
     "conv", "pointwise", "down", "down_padded", "pool", "up", "norm", "norm_act", "film", "act",
     "emb", "residual", "concat", "attention", "packed", "gate", "scale", "tokens", "dropout",
+    "down_even", "wide", "skip", "swish", "vector", "mixed",
 )  # fmt: skip
 
 
@@ -24,28 +25,46 @@ def networks(draw):
 
 
 class RandomNetwork(nn.Module):
-    """Applies the named layers, one after the other, to an image of 4 channels."""
+    """Applies the named layers, one after the other, to an image of so many channels, a multiple of
+    four."""
 
-    def __init__(self, layers: list[str], activation: str) -> None:
+    def __init__(self, layers: list[str], activation: str, channels: int = 4) -> None:
         super().__init__()
+        self.channels = channels
         self.layers, self.activation = layers, getattr(F, activation)
         self.inside = nn.ModuleList(nn.ModuleDict(self._parts(name)) for name in layers)
 
     def _parts(self, name: str) -> dict[str, nn.Module]:
+        c = self.channels
+        norm, skipped = (lambda: nn.GroupNorm(2, c)), {"conv": nn.Conv2d(c, 2 * c, 3, padding=1)}
         parts = {
-            "conv": lambda: {"conv": nn.Conv2d(4, 4, 3, padding=1)},
-            "pointwise": lambda: {"conv": nn.Conv2d(4, 4, 1, bias=False)},
-            "down": lambda: {"conv": nn.Conv2d(4, 4, 3, stride=2, padding=1)},
-            "down_padded": lambda: {"conv": nn.Conv2d(4, 4, 3, stride=2)},
-            "norm": lambda: {"norm": nn.GroupNorm(2, 4)},
-            "norm_act": lambda: {"norm": nn.GroupNorm(2, 4, affine=False)},
-            "film": lambda: {"norm": nn.GroupNorm(4, 4), "linear": nn.Linear(EMB, 8)},
-            "emb": lambda: {"linear": nn.Linear(EMB, 4)},
-            "concat": lambda: {"norm": nn.GroupNorm(2, 8), "conv": nn.Conv2d(8, 4, 3, padding=1)},
-            "attention": lambda: {n: nn.Linear(4, 4) for n in ("q", "k", "v")},
-            "packed": lambda: {"conv": nn.Conv2d(4, 12, 1)},
-            "gate": lambda: {"conv": nn.Conv2d(4, 8, 1)},
-            "tokens": lambda: {"linear": nn.Linear(4, 4)},
+            "conv": lambda: {"conv": nn.Conv2d(c, c, 3, padding=1)},
+            "pointwise": lambda: {"conv": nn.Conv2d(c, c, 1, bias=False)},
+            "down": lambda: {"conv": nn.Conv2d(c, c, 3, stride=2, padding=1)},
+            "down_padded": lambda: {"conv": nn.Conv2d(c, c, 3, stride=2)},
+            "down_even": lambda: {"conv": nn.Conv2d(c, c, 4, stride=2, padding=1)},
+            "norm": lambda: {"norm": norm()},
+            "norm_act": lambda: {"norm": nn.GroupNorm(2, c, affine=False)},
+            "film": lambda: {"norm": nn.GroupNorm(4, c), "linear": nn.Linear(EMB, 2 * c)},
+            "emb": lambda: {"linear": nn.Linear(EMB, c)},
+            "concat": lambda: {
+                "norm": nn.GroupNorm(2, 2 * c),
+                "conv": nn.Conv2d(2 * c, c, 3, padding=1),
+            },
+            "attention": lambda: {n: nn.Linear(c, c) for n in ("q", "k", "v")},
+            "packed": lambda: {"conv": nn.Conv2d(c, 3 * c, 1)},
+            "gate": lambda: {"conv": nn.Conv2d(c, 2 * c, 1)},
+            "tokens": lambda: {"linear": nn.Linear(c, c)},
+            "wide": lambda: {"norm": norm(), "conv": nn.Conv2d(c, c, 3, padding=1)},
+            "skip": lambda: {
+                "norm": norm(),
+                **skipped,
+                "skip": nn.Conv2d(c, 2 * c, 1),
+                "last": nn.Conv2d(2 * c, c, 1),
+            },
+            "swish": lambda: {"norm": norm()},
+            "vector": lambda: {"conv": nn.Conv2d(c, c, 3, padding=1, bias=False), "norm": norm()},
+            "mixed": lambda: {"linear": nn.Linear(c, c)},
         }
         return parts[name]() if name in parts else {}
 
@@ -81,12 +100,12 @@ class RandomNetwork(nn.Module):
             elif name == "attention":
                 rows = x.flatten(2).transpose(1, 2)
                 q, k, v = (
-                    parts[p](rows).view(n, -1, 2, 2).transpose(1, 2) for p in ("q", "k", "v")
+                    parts[p](rows).unflatten(2, (2, -1)).transpose(1, 2) for p in ("q", "k", "v")
                 )
                 o = F.scaled_dot_product_attention(q, k, v)
                 x = x + o.transpose(1, 2).reshape(n, -1, c).transpose(1, 2).view(x.shape)
             elif name == "packed":
-                qkv = parts["conv"](x).flatten(2).transpose(1, 2).unflatten(2, (2, 3, 2))
+                qkv = parts["conv"](x).flatten(2).transpose(1, 2).unflatten(2, (2, 3, -1))
                 q, k, v = qkv.permute(3, 0, 2, 1, 4).unbind(0)
                 o = F.scaled_dot_product_attention(q, k, v, scale=0.3)
                 x = o.permute(0, 1, 3, 2).reshape(n, c, h, w)
@@ -98,7 +117,33 @@ class RandomNetwork(nn.Module):
             elif name == "tokens":
                 rows = parts["linear"](x.permute(0, 2, 3, 1).reshape(n * h * w, c))
                 x = rows.reshape(n, h, w, c).permute(0, 3, 1, 2)
+            elif name == "down_even":
+                x = parts["conv"](x) if min(h, w) > 1 else x
+            elif name == "wide":  # in float32, with an activation that no kernel has
+                wide = torch.promote_types(x.dtype, torch.float32)
+                y = F.elu(_in(parts["norm"], x, wide)).to(x.dtype)
+                x = parts["conv"](y)
+            elif name == "skip":
+                wide = torch.promote_types(x.dtype, torch.float32)
+                y = parts["conv"](F.elu(_in(parts["norm"], x, wide)).to(x.dtype))
+                x = parts["last"](y + parts["skip"](x))
+            elif name == "swish":
+                y = parts["norm"](x)
+                x = y * torch.sigmoid(y) if h > w else y * torch.tanh(F.softplus(y))
+            elif name == "vector":
+                x = parts["conv"](x).add_(parts["norm"].bias.to(x.dtype).view(1, -1, 1, 1))
+            elif name == "mixed":
+                weight = parts["linear"].weight.to(x.dtype)
+                x = torch.einsum("nchw,oc->nohw", x, weight) + torch.matmul(
+                    weight, x.flatten(2)
+                ).view(x.shape)
             elif name == "dropout":
                 x = F.dropout(x, 0.0, self.training)
             assert x.shape[:2] == before.shape[:2]
         return x
+
+
+def _in(norm: nn.GroupNorm, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A norm that computes in another dtype than that of its input."""
+    weight, bias = norm.weight.to(dtype), norm.bias.to(dtype)
+    return F.group_norm(x.to(dtype), norm.num_groups, weight, bias, norm.eps)

@@ -238,11 +238,14 @@ def skip_dx(f: Fusing, node: Node) -> Value | None:
     dys = {linear.inputs["dy"] for linear in linears}
     if weight is None or len(dys) > 1 or len(linears[0].out.shape) != 4:
         return None
-    for role, _ in found.values():
-        del node.inputs[role]
-    if "add1_second" in node.inputs:
-        node.inputs["add1"] = node.inputs.pop("add1_second")
-    node.inputs |= {"dy": dys.pop(), "weight": weight}
+    taken = {role for role, _ in found.values()}
+    left = {role: v for role, v in node.inputs.items() if role not in taken}
+    left |= {"dy": dys.pop(), "weight": weight}
+    if len({v.dtype for role, v in left.items() if role != "coeff"}) > 1:
+        return None  # its kernels read one type
+    if "add1_second" in left:
+        left["add1"] = left.pop("add1_second")
+    node.inputs = left
     node.op = "skip_dx"
     f.take(node, *linears)
     return node.out

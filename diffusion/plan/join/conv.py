@@ -25,9 +25,10 @@ def linear(j: Joining, node: Node) -> None:
 
 def conv(j: Joining, node: Node) -> None:
     r, s = j.filters(node).shape[2:]
-    if r == s > 1 and _halves(node) and _down(j, node):
+    odd = r == s and r % 2 == 1  # as the filters of all kernels that join anything are
+    if odd and r > 1 and _halves(node) and _down(j, node):
         return None
-    if not node.keeps_size or r != s:  # the kernels that join anything have square filters
+    if not node.keeps_size or not odd:
         return j.other(node)
     y, x = node.out, node.inputs["x"]
     norm = j.late(x, "norm")

@@ -243,6 +243,8 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why `conv_early` cannot do it: its tiles have to divide the images."""
     if spec.itemsize != 2 or spec.k % 16 or not gpu.tma:
         return "it does numbers of 16 bits, of channels by 16, with TMA"
+    if odd := [c for c in spec.extra if c % 8]:
+        return f"{odd[0]} channels are no multiple of 8"
     pixels, block_m = spec.h * spec.w, whole_config(spec).block_m
     return f"{pixels} pixels are no multiple of {block_m}" if pixels % block_m else None
 
