@@ -2,17 +2,20 @@
 
 - Common subexpressions are merged, unused nodes are removed, and nodes without inputs are computed
   now.
-- Norms over channels that a module writes itself become one node (`norms_by_hand`).
+- Norms over channels and activations that a module writes itself become one node
+  (`norms_by_hand`, `activations_by_hand`).
 - A norm and the following activation become one node, with the embedding's scale and shift (FiLM).
 - The scale of attention is the usual one where a norm over channels that makes its queries can have
   what it differs by.
 - Casts around a norm are removed, since its statistics are in float32 anyway.
-- Biases are added in float32 before a result is rounded.
+- A vector of channels that is added to a product is its bias. Biases are added in float32 before a
+  result is rounded.
 - Zeros around an image become the convolution's padding.
 """
 
 import torch
 
+from .activations_by_hand import find_activations
 from .graph import Graph, Node, Value
 from .launch.table import launch_reference
 from .norms_by_hand import find_norms
@@ -20,7 +23,8 @@ from .norms_by_hand import find_norms
 
 def canonicalise(graph: Graph) -> None:
     """Apply all of them, in place."""
-    for rewrite in (_constants, once, _casts, _biases, find_norms, _norms, _scales, _padding):
+    first = _constants, once, _casts, _biases, find_norms, find_activations
+    for rewrite in (*first, _norms, _scales, _padding):
         rewrite(graph)
         graph.prune()
     graph.sort()
@@ -95,11 +99,34 @@ def _has_every(wide: torch.dtype, dtype: torch.dtype) -> bool:
 
 
 def _biases(graph: Graph) -> None:
-    producers = graph.producers()
+    producers, consumers = graph.producers(), graph.consumers()
+    for node in [node for node in graph.nodes if node.op == "add"]:
+        _absorb_bias(graph, node, producers, consumers)
     for node in graph.nodes:
         before = producers.get(node.inputs.get("bias"))
         if node.op in ("conv", "linear") and before is not None and before.op == "cast":
             node.inputs["bias"] = before.inputs["x"]
+
+
+def _absorb_bias(
+    graph: Graph,
+    total: Node,
+    producers: dict[Value, Node],
+    consumers: dict[Value, list[Node | None]],
+) -> None:
+    y, row = total.inputs["a"], total.inputs["b"]
+    product = producers.get(y)
+    if product is None or product.op not in ("conv", "linear") or "bias" in product.inputs:
+        return
+    c = y.shape[-1]
+    if row.shape != (*(1 for _ in y.shape[:-1]), c) or total.out.dtype != y.dtype:
+        return
+    if consumers[y] == [total]:
+        product.inputs["bias"] = _flat(graph, row, (c,), total)
+        graph.nodes.remove(product)
+        graph.nodes[graph.nodes.index(total)] = product  # behind what it now reads
+        product.outputs = {"y": total.out}
+        producers[total.out] = product
 
 
 def _norms(graph: Graph) -> None:

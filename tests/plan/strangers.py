@@ -346,6 +346,76 @@ add("two masks", OfTwoMasks, (2, 6, 16), (2, 5, 8), (2, 5, 12), padded, later)
 add("TransformerEncoderLayer", lambda: _encoder(norm_first=True), (2, 6, 16))
 add("TransformerEncoderLayer in evaluation", lambda: _encoder(activation="gelu").eval(), (2, 6, 16))
 
+
+class Swish(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(x)
+
+
+class SR3(nn.Module):
+    """A residual block of SR3 (Saharia et al. 2021), with attention over rows and columns."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(nn.GroupNorm(4, c), Swish(), nn.Conv2d(c, b, 3, padding=1))
+            for c in (a, b)
+        )
+        self.noise, self.skip = nn.Linear(2, 2 * b), nn.Conv2d(a, b, 1)
+        self.norm, self.qkv = nn.GroupNorm(4, b), nn.Conv2d(b, 3 * b, 1, bias=False)
+
+    def forward(self, x: Tensor, level: Tensor) -> Tensor:
+        angles = level[:, None] * torch.exp(-torch.arange(1, dtype=level.dtype)[None])
+        t = self.noise(torch.cat([angles.sin(), angles.cos()], -1))
+        gamma, beta = t.view(len(x), -1, 1, 1).chunk(2, dim=1)
+        x = self.second((1 + gamma) * self.first(x) + beta) + self.skip(x)
+        n, c, h, w = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(n, 2, -1, h, w).chunk(3, dim=2)
+        weights = torch.einsum("bnchw, bncyx -> bnhwyx", q, k).contiguous() / c**0.5
+        weights = weights.view(n, 2, h, w, -1).softmax(-1).view(n, 2, h, w, h, w)
+        o = torch.einsum("bnhwyx, bncyx -> bnchw", weights, v).contiguous()
+        return o.view(n, c, h, w) + x
+
+
+class ByChannels(nn.Module):
+    """As EDM's and score_sde's layers: biases added behind, in place, a product by einsum."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        self.filters, self.matrix = nn.Conv2d(3, c, 3), nn.Linear(c, c)
+        self.norm, self.film = nn.GroupNorm(2, c), nn.Linear(2, 2 * c)
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        y = F.conv2d(x, self.filters.weight.to(x.dtype), padding=1)
+        y = y.add_(self.filters.bias.to(y.dtype).reshape(1, -1, 1, 1))
+        params = (emb @ self.film.weight.t()).add_(self.film.bias)[:, :, None, None]
+        scale, shift = params.chunk(chunks=2, dim=1)
+        y = F.silu(torch.addcmul(shift, self.norm(y), scale + 1)).permute(0, 2, 3, 1)
+        y = torch.einsum("abcd,de->abce", y, self.matrix.weight) + self.matrix.bias
+        return y.permute(0, 3, 1, 2) / np.sqrt(2.0)
+
+
+class Fourier(nn.Module):
+    """Of few frequencies, as neural operators have it."""
+
+    def __init__(self, c: int, modes: int = 2) -> None:
+        super().__init__()
+        self.modes, self.weight = modes, nn.Parameter(torch.randn(2, c, c, modes, modes, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        m, found = self.modes, torch.fft.rfft2(x)
+        y = torch.zeros_like(found)
+        for part, weight in zip((slice(0, m), slice(-m, None)), self.weight, strict=True):
+            weight = torch.view_as_complex(weight)
+            y[:, :, part, :m] = torch.einsum("bixy,ioxy->boxy", found[:, :, part, :m], weight)
+        return x + torch.fft.irfft2(y, s=x.shape[-2:])
+
+
+LEVELS = torch.tensor([0.3, 0.9])
+add("as SR3", lambda: SR3(8, 16), (2, 8, 4, 6), LEVELS)
+add("biases behind", lambda: ByChannels(8), (2, 3, 4, 6), (2, 2))
+add("Fourier layers", lambda: _image(Fourier(16)), (1, 3, 8, 6))
+
 # --- what a module may do to tensors --------------------------------------------------------------
 
 

@@ -13,6 +13,8 @@ from ..views import View, whole
 from .shapes import to
 from .table import Lowering, call_arguments, each, lowers
 
+_ATEN = torch.ops.aten
+
 
 @lowers("add", "sub", "rsub", "mul", "div", "neg")
 def _arithmetic(low, a, b=-1, *, alpha=1, rounding_mode=None):
@@ -144,6 +146,26 @@ class _Result:
         return made.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
+_PARTS = {  # what writes a part of a copy: the op that names the part
+    _ATEN.slice_scatter.default: _ATEN.slice.Tensor,
+    _ATEN.select_scatter.default: _ATEN.select.int,
+    _ATEN.diagonal_scatter.default: _ATEN.diagonal.default,
+}
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A copy of a tensor with another in the place of a part of it. PyTorch's ops that do so have
+    no gradient of complex numbers; writing has."""
+
+    part: torch._ops.OpOverload
+
+    def __call__(self, x: torch.Tensor, source: torch.Tensor, *where: Any) -> torch.Tensor:
+        y = x.clone(memory_format=torch.contiguous_format)
+        self.part(y, *where).copy_(source)
+        return y
+
+
 def is_function(op: torch._ops.OpOverload) -> bool:
     """Whether an op's results depend on the elements of its arguments alone."""
     if isinstance(op, OwnFunction):
@@ -159,6 +181,8 @@ def function(low: Lowering, *args: Any, **options: Any) -> Any:
     each is a call, and those that nothing reads are none."""
     returns, op = low.target._schema.returns, low.target
     alone = not isinstance(low.meta, list)
+    if op in _PARTS and low.meta.is_complex():
+        low.target = _Written(_PARTS[op])
     if alone and not returns[0].alias_info:
         return arithmetic(low, *args, **options)
     several, made = low.meta, []

@@ -37,9 +37,33 @@ class _Scores:
 
 @lowers("mm", "matmul", "bmm")
 def _product(low, a, b):
+    weight = _weight(low, b)
+    if weight is not None and a.shape[:-1] == low.meta.shape[:-1]:
+        return product_of_layer(low, a, weight)
+    weight = _weight(low, turned(a)) if len(a.dims) > 1 and len(b.dims) > 1 else None
+    if weight is not None and b.shape[:-2] == low.meta.shape[:-2]:
+        return turned(product_of_layer(low, turned(b), weight))
     if len(b.dims) == 2:
         return product_of_layer(low, a, b)
     return _of_two(low, a, b)
+
+
+def _weight(low: Lowering, x: View) -> View | None:
+    """The matrix that x [..., M, N] is for every element of a batch, if it is made of parameters
+    alone."""
+    if len(x.dims) < 2 or any(step for dim in x.dims[:-2] for _, step in dim):
+        return None
+    producers, parameters = low.graph.producers(), set(low.graph.parameters.values())
+    stack, seen = [x.value], set()
+    while stack:
+        value = stack.pop()
+        if value in seen or value in parameters:
+            continue
+        if value not in producers:
+            return None
+        seen.add(value)
+        stack.extend(producers[value].inputs.values())
+    return View(x.value, x.dims[-2:], x.offset)
 
 
 @lowers("baddbmm")
