@@ -208,6 +208,11 @@ def _none(d, node, dy):
     """None, if the value is itself a result."""
 
 
+@gradient("rewritten")
+def _rewritten(d, node, dy):
+    d.send(node.inputs["of"], lambda: dy)
+
+
 @gradient("layout")
 def _layout(d, node, dy):
     x, pieces = node.inputs["x"], node.attrs["pieces"]

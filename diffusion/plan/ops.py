@@ -24,6 +24,7 @@ FORWARD = {
     "embedding": "rows of weight, by index; row `unchanged`, if not -1, has no gradient",
     "reshape": "the same memory under another shape",
     "detach": "x, to which no gradient is sent",
+    "rewritten": "x, which is written over a parameter: the gradient is that of the parameter, of",
     "layout": "a copy in another order: `pieces` are (size, stride) in x, from `offset` on",
     "arith": "a function that PyTorch has the kernel of, as of timesteps and labels: `target`",
 }
@@ -110,5 +111,5 @@ PARTS = ("qkv", "q", "kv", "k", "v")
 # of linear attention, in front of the positions of the image: keys and values of all samples [M, C]
 MEMORY = ("memory_k", "memory_v")
 WEIGHT_GRADS = ("conv_dw", "linear_dw")
-FREE = ("reshape", "columns", "detach")  # which make no memory
+FREE = ("reshape", "columns", "detach", "rewritten")  # which make no memory
 OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED | STAGED

@@ -43,7 +43,8 @@ class Traced:
     results: list[int | Any]  # of each leaf of the result: the graph's output, or what it is
     output_spec: pytree.TreeSpec
     reads: Reads  # what the module read of itself
-    written: list[str]  # buffers; the graph's last outputs are what they are behind the call
+    # parameters and buffers; the graph's last outputs are what they are behind the call
+    written: list[str]
 
     def leaves(self, args: tuple, kwargs: dict) -> list[Tensor]:
         """The graph's inputs in a call."""
@@ -218,6 +219,15 @@ class _Tracer:
             if (view.shape, view.value.dtype) != (tuple(meta.shape), meta.dtype):
                 raise low.refuse(f"whose result is {meta.dtype} {list(meta.shape)}")
             self.made[id(meta)] = view if call.differentiable else detached(low, view)
+            if low.differentiable and id(meta) in self.recording.rewritten:
+                self.made[id(meta)] = self._rewritten(meta)
+
+    def _rewritten(self, x: Tensor) -> View:
+        """What a parameter is after the forward pass has written to it."""
+        of = self.graph.parameters[self.recording.rewritten[id(x)]]
+        value = self.low.gather(self.made[id(x)], of.shape)
+        y = self.low.make("rewritten", {"x": value, "of": of}, of.shape, of.dtype)
+        return whole(y, tuple(x.shape))
 
     def _found(self, x: Tensor) -> View:
         if id(x) not in self.made:

@@ -258,6 +258,21 @@ def test_checkpointed(nets, reentrant):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_parts_that_are_checkpointed(reentrant):
+    """A plan keeps what it needs; gradients are those of the parts as they are."""
+    net = Does(lambda net, y, w: checkpoint(net.more, y, use_reentrant=reentrant) * y)
+    net.more, x = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.SiLU()), torch.randn(2, 3, 4, 4)
+    grads = []
+    for run in (net, accelerate(net)):
+        net.zero_grad()
+        y = run(x, None)
+        y.square().sum().backward()
+        grads.append((y, *(p.grad for p in net.parameters())))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_layers_are_frozen_and_trained_again(nets):
     for net in nets[:2]:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
@@ -526,3 +541,56 @@ def test_a_buffer_that_backward_reads_and_the_forward_changes():
     accelerate(net)(x, 1.0).sum().backward()
     assert net.count == 2
     torch.testing.assert_close(net.layer.bias.grad, torch.full((3,), 16.0))
+
+
+class OfForcedNorm(nn.Module):
+    """A convolution of EDM2 (Karras et al. 2024): in training its filters are written over by
+    filters of norm 1, whose gradient is that of the parameter. Another is written to twice, and
+    read before and behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4, 3, 3))
+        self.shift = nn.Parameter(torch.randn(6, 1, 1))
+
+    def _normed(self, w):
+        return w / (torch.linalg.vector_norm(w, dim=(1, 2, 3), keepdim=True) + 1e-4)
+
+    @torch.no_grad()
+    def _halve(self):
+        if self.training:
+            self.shift.mul_(0.5)
+
+    def forward(self, x):
+        first = (self.shift * 3).sin()
+        self._halve()
+        if self.training:
+            with torch.no_grad():
+                self.weight.copy_(self._normed(self.weight))
+        y = F.conv2d(x, self._normed(self.weight), padding=1) * first + self.shift
+        self._halve()
+        return y * y.sin() + self.shift
+
+
+def test_parameters_that_a_forward_writes_to():
+    """Step by step, and in evaluation; where gradients are recorded, they are refused."""
+    torch.manual_seed(0)
+    module = OfForcedNorm().double()
+    fast = accelerate(copy.deepcopy(module))
+    for net in (module, fast):
+        generator = torch.Generator().manual_seed(1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            x = torch.randn(2, 4, 6, 6, generator=generator, dtype=torch.float64)
+            optimizer.zero_grad()
+            net(x).sin().sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            net(x)
+    for p, q in zip(module.parameters(), fast.parameters(), strict=True):
+        torch.testing.assert_close(q, p)
+        torch.testing.assert_close(q.grad, p.grad)
+    torch.testing.assert_close(fast.eval()(x), module.eval()(x))
+    net = Does(lambda net, y, w: y * net.layer.bias.mul_(2)[:, None, None])
+    with pytest.raises(PlanError, match="changes layer.bias in its forward"):
+        accelerate(net)(torch.ones(1, 3, 4, 4), None)

@@ -1,5 +1,7 @@
 """Modules that bring autograd.Functions along: results and gradients are theirs."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ class Softmax(Function):
     def backward(ctx, dw):
         q, k, w = ctx.saved_tensors
         dz = w * (dw - (dw * w).sum(2, keepdim=True)) * ctx.scale
+        q, k = q.to(dz.dtype), k.to(dz.dtype)  # which under autocast need not be one
         dq = torch.einsum("nck,nqk->ncq", k, dz)
         return dq, torch.einsum("ncq,nqk->nck", q, dz), None
 
@@ -153,7 +156,45 @@ def test_what_no_plan_could_call(function, why):
     assert Function.apply.__func__.__module__ == "torch.autograd.function"
 
 
-def test_under_autocast():
-    """Within which PyTorch casts what the function calls."""
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlanError, match="under autocast"):
-        accelerate(Net(CASES["attention"]))(torch.randn(1, 3, 6, 6))
+@pytest.mark.parametrize("name", ["attention", "straight through", "two results"])
+def test_under_autocast(name):
+    """PyTorch casts what the function's forward calls, and nothing in its backward: no further from
+    float64 than twice what the module is."""
+    torch.manual_seed(0)
+    module, x = Net(CASES[name]), torch.randn(2, 3, 6, 6)
+    exact = copy.deepcopy(module).double()
+    found = []
+    for net, given in ((exact, x.double()), (module, x), (accelerate(module), x)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=net is not exact):
+            y = net(given)
+        ys = y if isinstance(y, tuple) else (y,)
+        loss = sum((z.double() * z.detach().double().cos()).sum() for z in ys)
+        found.append((ys, torch.autograd.grad(loss, list(net.parameters()))))
+    for exact, theirs, ours in zip(*((*ys, *grads) for ys, grads in found), strict=True):
+        assert theirs.dtype == ours.dtype
+        budget = 2 * (theirs - exact).norm() + 1e-3 * exact.norm()
+        assert (ours - exact).norm() <= budget
+
+
+class Seen(Function):
+    """Of two numbers that say whether casts are made."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * (2 if torch.is_autocast_enabled("cpu") else 1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * (3 if torch.is_autocast_enabled("cpu") else 1)
+
+
+@pytest.mark.parametrize("casts", [False, True])
+def test_the_forward_of_a_function_alone_is_under_autocast(casts):
+    net, x = Net(lambda y, gain: Seen.apply(y) * gain), torch.randn(1, 3, 6, 6)
+    grads = []
+    for run in (net, accelerate(net)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            y = run(x)
+        grads.append((y, *torch.autograd.grad(y.float().sum(), [net.gain])))
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)

@@ -82,6 +82,7 @@ class Functions(TorchFunctionMode):
                 result = self._called(function, name, args, kwargs)
                 if name == "detach":
                     self.detached[result.untyped_storage()._cdata] = result
+                self._note_rewritten(_written_by(name, args, kwargs))
                 return result
             given, named = pytree.tree_map_only(Tensor, self.inner, arguments)
             args, kwargs = pytree.tree_map_only(Tensor, self._functional, (args, kwargs))
@@ -93,8 +94,6 @@ class Functions(TorchFunctionMode):
     def own(self, function: type, args: tuple) -> Any:
         """The result of an autograd.Function, which is noted as one call."""
         notes = self.notes
-        if casts():
-            raise self._refused(f"{function.__name__}, an autograd.Function, under autocast")
         with torch._C.DisableTorchFunction():  # what is read here is not the forward's
             given = pytree.tree_map_only(Tensor, self.inner, args)
             args = pytree.tree_map_only(Tensor, self._functional, args)
@@ -135,11 +134,10 @@ class Functions(TorchFunctionMode):
             raise self._refused(f"{name}, which would be a node for each step of a sequence,")
         if function == Tensor.data.__set__:
             raise self._refused("data of a tensor, which the forward sets,")
-        writes = name in _WRITES or (name.endswith("_") and not name.startswith("_"))
-        written = kwargs.get("out", args[0] if writes and args else None)
+        written = _written_by(name, args, kwargs)
         if isinstance(written, Tensor) and torch._is_functional_tensor(written):
             given = self.notes.given.get(id(unwrapped(written)))
-            if id(written) in self.notes.kept and not name.startswith("requires_grad"):
+            if self._is_state(written) and not name.startswith("requires_grad"):
                 return
             if given and not name.startswith("requires_grad"):
                 line = self.notes.lines.of(sys._getframe(1))
@@ -158,6 +156,18 @@ class Functions(TorchFunctionMode):
             raise self._refused(f"{name} under no_grad")
         if written.untyped_storage()._cdata in self.detached:
             raise self._refused(f"{name} of what has been detached, or is called .data,")
+
+    def _is_state(self, x: Tensor) -> bool:
+        """Whether it is a buffer, or a parameter where no gradient is recorded: a plan writes to
+        these behind the call."""
+        name = self.notes.states.get(id(x))
+        return name in self.notes.found.buffers or bool(name) and not torch.is_grad_enabled()
+
+    def _note_rewritten(self, written: Tensor | None) -> None:
+        """A parameter that has other numbers now, whose gradient is that of these."""
+        found, name = self.notes.found, self.notes.states.get(id(written))
+        if name in found.parameters:
+            found.rewritten[id(self.inner(written))] = name
 
     def _refused(self, why: str) -> PlanError:
         line = self.notes.lines.of(sys._getframe(1))
@@ -189,6 +199,12 @@ class Functions(TorchFunctionMode):
                 return None
             return (given["input"], given.get("p", 0.5), given.get("training", True)), {}
         return _in_order(target, args, kwargs)
+
+
+def _written_by(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The tensor to which a call of this name writes."""
+    writes = name in _WRITES or (name.endswith("_") and not name.startswith("_"))
+    return kwargs.get("out", args[0] if writes and args else None)
 
 
 def _with_tensors(index: Any) -> Any:

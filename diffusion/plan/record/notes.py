@@ -56,7 +56,8 @@ class Notes(TorchDispatchMode):
         self.twins: dict[int, Tensor] = {}  # of constants, by their ids
         # ids of tensors that are views or have some, are constants, or come with the call
         self.shared: set[int] = set(self.given)
-        self.kept: set[int] = set()  # ids of buffers, as the forward pass has them
+        # names of parameters and buffers, by the ids of those that the forward pass has
+        self.states: dict[int, str] = {}
         self.function = ""  # the one that Python called
         self.differentiable = found.differentiable  # whether its result has gradients
         self.within = False  # a call that is noted whole
@@ -80,7 +81,7 @@ class Notes(TorchDispatchMode):
         if target is _ATEN.copy_.default and id(args[0]) in self.given:
             # of what the forward pass has written to, once it is over
             name = self.given[id(args[0])]
-            if name not in self.found.buffers:
+            if name not in self.found.buffers and name not in self.found.rewritten.values():
                 raise PlanError(f"the module changes {name} in its forward")
             self.found.written[name] = args[1]
             return args[0]

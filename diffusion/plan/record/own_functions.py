@@ -6,13 +6,14 @@ of other calls that are left to PyTorch. What it does within is not looked at, b
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+from torch.utils.checkpoint import CheckpointFunction
 
 from ..graph import PlanError
 
@@ -23,14 +24,23 @@ class OwnFunction:
     namespace, tags = "autograd", ()
 
     def __init__(self, function: type[Function], results: int) -> None:
-        self.overloadpacket = function
+        self.overloadpacket, self.casts = function, _casts()
         self._opname, self._overloadname = function.__name__, ""
         # which may be an argument, or a part of one
         returns = [SimpleNamespace(alias_info=True)] * results
         self._schema = SimpleNamespace(returns=returns, arguments=[], is_mutable=False)
 
     def __call__(self, *args: Any) -> Any:
-        return self.overloadpacket.apply(*args)
+        with ExitStack() as stack:
+            for kind, dtype in self.casts:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            return self.overloadpacket.apply(*args)
+
+
+def _casts() -> list[tuple[str, torch.dtype]]:
+    """Where autocast casts, and to what. It does so in the forward of a function alone."""
+    kinds = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
+    return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
 class _Context(SimpleNamespace):
@@ -57,7 +67,7 @@ def forward_of(function: type[Function], args: tuple) -> Any:
     if any(callable(x) and not isinstance(x, type) for x in args):
         raise PlanError(
             f"{function.__name__}, an autograd.Function that is given a function, has no place in a"
-            " plan (torch.utils.checkpoint has none with use_reentrant=False)"
+            " plan (torch.utils.checkpoint has one)"
         )
     needs = tuple(isinstance(x, Tensor) and x.is_floating_point() for x in args)
     context = _Context(needs_input_grad=needs)
@@ -71,11 +81,15 @@ def forward_of(function: type[Function], args: tuple) -> Any:
 
 @contextmanager
 def noted_by(note: Callable[[type[Function], tuple], Any]) -> Iterator[None]:
-    """Within the block this thread's functions, but PyTorch's own, are not applied, but noted."""
+    """Within the block this thread's functions, but PyTorch's own, are not applied, but noted; what
+    is checkpointed runs as it is, for a plan keeps what it needs."""
     applied, thread = Function.__dict__["apply"], threading.get_ident()
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         theirs = cls.__module__.split(".")[0] == "torch"
+        if cls is CheckpointFunction and threading.get_ident() == thread:
+            run, _, *given = args
+            return run(*given)
         if kwargs or theirs or threading.get_ident() != thread:
             return applied.__get__(None, cls)(*args, **kwargs)
         return note(cls, args)

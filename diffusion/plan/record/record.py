@@ -97,7 +97,7 @@ def _record(
         def run(given: dict[int, Tensor], states: dict[str, Tensor]) -> dict[int, Tensor]:
             nonlocal made, result_spec  # since functionalization's trees make a tuple of a shape
             leaves = [given.get(i, x) for i, x in enumerate(inputs)]
-            notes.kept = {id(states[name]) for name in found.buffers}
+            notes.states = {id(x): name for name, x in states.items()}
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             states = {place: states[name] for place, name in places.items()}
             before = dict(states)
@@ -145,8 +145,5 @@ def _reason(error: Exception) -> str:
     """What PyTorch said, or what it meant."""
     text = str(error).strip()
     if "setup_context" in text:
-        return (
-            "it calls an autograd.Function, whose backward a trace does not see"
-            " (torch.utils.checkpoint has none with use_reentrant=False)"
-        )
+        return "it calls an autograd.Function of PyTorch's, whose backward a trace does not see"
     return text.splitlines()[0] if text else type(error).__name__

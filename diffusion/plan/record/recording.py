@@ -31,7 +31,9 @@ class Recording:
     differentiable: bool  # whether gradients are recorded, where the module is called
     calls: list[Call] = field(default_factory=list)
     constants: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # in place of which
-    written: dict[str, Tensor] = field(default_factory=dict)  # buffers, and what they are behind it
+    # parameters and buffers that are written to, and what they are behind it
+    written: dict[str, Tensor] = field(default_factory=dict)
+    rewritten: dict[int, str] = field(default_factory=dict)  # by id, what parameters become
     # attributes that are others behind it: by their part's id and name, tensors and numbers
     left: dict[tuple[int, str], Any] = field(default_factory=dict)
     result: Any = None
