@@ -16,7 +16,7 @@
 import torch
 
 from .activations_by_hand import find_activations
-from .graph import Graph, Node, Value
+from .graph import Graph, Makers, Node, Value
 from .launch.table import launch_reference
 from .norms_by_hand import find_norms
 
@@ -80,12 +80,10 @@ def casts_together(graph: Graph) -> int:
 
 def _casts(graph: Graph) -> None:
     """A cast there and back, where nothing was lost, is none."""
-    producers, same = graph.producers(), {}
+    makers, same = graph.producers(), {}
     for node in graph.nodes:
-        if node.op != "cast":
-            continue
-        before = producers.get(node.inputs["x"])
-        if before is not None and before.op == "cast":
+        before = makers.of(node.inputs["x"], "cast") if node.op == "cast" else None
+        if before is not None:
             start = before.inputs["x"]
             if start.dtype == node.out.dtype and _has_every(before.out.dtype, start.dtype):
                 same[node.out] = start
@@ -99,24 +97,21 @@ def _has_every(wide: torch.dtype, dtype: torch.dtype) -> bool:
 
 
 def _biases(graph: Graph) -> None:
-    producers, consumers = graph.producers(), graph.consumers()
+    makers, consumers = graph.producers(), graph.consumers()
     for node in [node for node in graph.nodes if node.op == "add"]:
-        _absorb_bias(graph, node, producers, consumers)
+        _absorb_bias(graph, node, makers, consumers)
     for node in graph.nodes:
-        before = producers.get(node.inputs.get("bias"))
-        if node.op in ("conv", "linear") and before is not None and before.op == "cast":
+        before = makers.of(node.inputs.get("bias"), "cast")
+        if node.op in ("conv", "linear") and before is not None:
             node.inputs["bias"] = before.inputs["x"]
 
 
 def _absorb_bias(
-    graph: Graph,
-    total: Node,
-    producers: dict[Value, Node],
-    consumers: dict[Value, list[Node | None]],
+    graph: Graph, total: Node, makers: Makers, consumers: dict[Value, list[Node | None]]
 ) -> None:
     y, row = total.inputs["a"], total.inputs["b"]
-    product = producers.get(y)
-    if product is None or product.op not in ("conv", "linear") or "bias" in product.inputs:
+    product = makers.of(y, "conv", "linear")
+    if product is None or "bias" in product.inputs:
         return
     c = y.shape[-1]
     if row.shape != (*(1 for _ in y.shape[:-1]), c) or total.out.dtype != y.dtype:
@@ -126,7 +121,7 @@ def _absorb_bias(
         graph.nodes.remove(product)
         graph.nodes[graph.nodes.index(total)] = product  # behind what it now reads
         product.outputs = {"y": total.out}
-        producers[total.out] = product
+        makers[total.out] = product
 
 
 def _norms(graph: Graph) -> None:
@@ -138,13 +133,9 @@ def _norms(graph: Graph) -> None:
 
 def _absorb_casts_before(graph: Graph, norm: Node) -> None:
     before = graph.producers().get(norm.inputs["x"])
-    if before is None or before.op != "cast":
-        return
-    x = before.inputs["x"]
-    readers = graph.consumers()[norm.out]
     # the result is cast back at the end: behind the activation, or at once
-    if x.dtype.is_floating_point and x.dtype.itemsize < norm.out.dtype.itemsize and readers:
-        norm.inputs["x"] = x
+    if before is not None and before.widens:
+        norm.inputs["x"] = before.inputs["x"]
 
 
 def _absorb_reader(graph: Graph, norm: Node) -> bool:
@@ -209,8 +200,8 @@ def _of_each_head(graph: Graph, product: Node, rows: Value) -> Value | None:
     """The vector [1, ..., 1, d] of which a product's second factor [1, ..., 1, heads d] has one
     copy for each head."""
     d, other = rows.shape[-1], product.inputs["b"]
-    maker = graph.producers().get(other)
-    if maker is None or maker.op != "layout" or other.numel != other.shape[-1]:
+    maker = graph.producers().of(other, "layout")
+    if maker is None or other.numel != other.shape[-1]:
         return None
     repeated = maker.attrs == {"pieces": ((other.numel // d, 0), (d, 1)), "offset": 0}
     if not repeated or maker.inputs["x"].numel != d:
@@ -249,19 +240,17 @@ def _is_film(norm: Node, reader: Node) -> bool:
 
 
 def _flat(graph: Graph, value: Value, shape: tuple[int, ...], reader: Node) -> Value:
-    before = graph.producers().get(value)
-    if before is not None and before.op == "reshape" and before.inputs["x"].shape == shape:
+    before = graph.producers().of(value, "reshape")
+    if before is not None and before.inputs["x"].shape == shape:
         return before.inputs["x"]
     return _insert(graph, reader, "reshape", value, shape)
 
 
 def _less_one(graph: Graph, gain: Value, reader: Node) -> Value:
     """scale of gain = 1 + scale, found or computed."""
-    producers = graph.producers()
-    node = producers.get(gain)
-    while node is not None and node.op in ("reshape", "cast"):
-        node = producers.get(node.inputs["x"])
-    if node is not None and node.op == "affine" and node.attrs == {"scale": 1, "offset": 1}:
+    makers = graph.producers()
+    node = makers.of(makers.behind(gain, "reshape", "cast"), "affine")
+    if node is not None and node.attrs == {"scale": 1, "offset": 1}:
         scale = node.inputs["x"]
         return scale if scale.shape == gain.shape else _flat(graph, scale, gain.shape, reader)
     return _insert(graph, reader, "affine", gain, gain.shape, scale=1, offset=-1)
@@ -276,13 +265,13 @@ def _insert(graph: Graph, before: Node, op: str, x: Value, shape, **attrs) -> Va
 def _scales(graph: Graph) -> None:
     """Kernels have the scale 1 / sqrt(d): a norm of each head's queries takes the rest of another,
     as where queries and keys have the length 1."""
-    producers, consumers = graph.producers(), graph.consumers()
+    makers, consumers = graph.producers(), graph.consumers()
     for node in [node for node in graph.nodes if node.op == "attention" and "q" in node.inputs]:
         value, alone = node.inputs["q"], True
-        while alone and (maker := producers.get(value)) is not None and maker.op == "reshape":
+        while alone and (maker := makers.of(value, "reshape")) is not None:
             alone, value = len(consumers[value]) == 1, maker.inputs["x"]
-        norm = producers.get(value)
-        if norm is None or norm.op != "channel_norm" or not alone or len(consumers[value]) > 1:
+        norm = makers.of(value, "channel_norm")
+        if norm is None or not alone or len(consumers[value]) > 1:
             continue
         linear = not {"bias", "shift"} & set(norm.inputs)
         if linear and norm.attrs["activation"] == "identity" and node.attrs["scale"] > 0:
@@ -293,10 +282,10 @@ def _scales(graph: Graph) -> None:
 
 def _padding(graph: Graph) -> None:
     """Zeros around an image, where a convolution reads it, are the convolution's padding."""
-    producers = graph.producers()
+    makers = graph.producers()
     for node in graph.nodes:
-        before = producers.get(node.inputs.get("x")) if node.op == "conv" else None
-        if before is None or before.op != "pad":
+        before = makers.of(node.inputs.get("x"), "pad") if node.op == "conv" else None
+        if before is None:
             continue
         (n0, n1), (y0, y1), (x0, x1), (c0, c1) = before.attrs["pads"]
         if any((n0, n1, c0, c1)):

@@ -76,6 +76,19 @@ class Node:
         return many(self.inputs, role)
 
     @property
+    def values(self) -> tuple[Value, ...]:
+        """All that it reads and makes."""
+        return *self.inputs.values(), *self.outputs.values()
+
+    @property
+    def widens(self) -> bool:
+        """Whether it is a cast of floating-point numbers that loses nothing."""
+        if self.op != "cast":
+            return False
+        x, y = self.inputs["x"].dtype, self.out.dtype
+        return x.is_floating_point and y.is_floating_point and x.itemsize < y.itemsize
+
+    @property
     def draws(self) -> bool:
         """Whether two of it, of the same inputs, make different numbers."""
         return self.op in ("dropout", "draw")
@@ -94,6 +107,23 @@ class Node:
         read = ", ".join(f"{k}={v.name}" for k, v in self.inputs.items())
         said = ", ".join(f"{k}={v}" for k, v in self.attrs.items())
         return f"{made} = {self.op}({read}{'; ' if said else ''}{said})"
+
+
+class Makers(dict[Value, Node]):
+    """The node that makes each value."""
+
+    def of(self, value: Value | None, *ops: str) -> Node | None:
+        """That of this value, if it is one of these ops."""
+        node = self.get(value)
+        return node if node is not None and node.op in ops else None
+
+    def behind(self, value: Value, *ops: str) -> Value:
+        """What a value is made of by these ops; of casts, by those between floating-point types."""
+        while (node := self.of(value, *ops)) is not None:
+            if node.op == "cast" and not all(v.dtype.is_floating_point for v in node.values):
+                break
+            value = node.inputs["x"]
+        return value
 
 
 def many(inputs: Mapping[str, Any], role: str) -> list[Any]:
@@ -170,8 +200,8 @@ class Graph:
         """Say why a value is made as it is."""
         self.why.setdefault(value, []).append(why)
 
-    def producers(self) -> dict[Value, Node]:
-        return {value: node for node in self.nodes for value in node.outputs.values()}
+    def producers(self) -> Makers:
+        return Makers({value: node for node in self.nodes for value in node.outputs.values()})
 
     def consumers(self) -> dict[Value, list[Node]]:
         """The nodes that read a value, each once; a result of the graph has None among them."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .graph import Graph, Node, Value
+from .graph import Graph, Makers, Node, Value
 
 _ATEN = torch.ops.aten
 
@@ -34,16 +34,16 @@ def channel_norm_attributes(
 
 def find_norms(graph: Graph) -> None:
     """Replace each such product by a node, in place; what is then not read is left."""
-    producers = graph.producers()
+    makers = graph.producers()
     nodes, graph.nodes = graph.nodes, []
     for node in nodes:
-        found = _norm_of(node, producers) if node.op == "mul" else None
+        found = _norm_of(node, makers) if node.op == "mul" else None
         if found is None:
             graph.nodes.append(node)
         else:
             graph.source = node.source
             _put(graph, node, *found)
-            producers |= {v: n for n in graph.nodes[-3:] for v in n.outputs.values()}
+            makers |= {v: n for n in graph.nodes[-3:] for v in n.outputs.values()}
     graph.source = ""
 
 
@@ -84,46 +84,34 @@ class _Root:
         return replace(self, eps=eps / self.factor, eps_in=eps_in)
 
 
-class _Chain:
-    """Who has made values, behind views of whole rows and casts."""
-
-    def __init__(self, producers: dict[Value, Node]) -> None:
-        self.producers = producers
-
-    def maker(self, value: Value) -> Node | None:
-        """The node of a value, or of that which it is in another shape or dtype."""
-        return self.producers.get(self.behind(value))
-
-    def behind(self, value: Value) -> Value:
-        while (node := self.producers.get(value)) is not None:
-            floats = node.out.dtype.is_floating_point
-            if node.op != "reshape" and not (node.op == "cast" and floats):
-                break
-            if not node.inputs["x"].dtype.is_floating_point:
-                break
-            value = node.inputs["x"]
-        return value
-
-    def same(self, a: Value, b: Value) -> bool:
-        return self.behind(a) is self.behind(b)
+def _maker(value: Value, makers: Makers) -> Node | None:
+    """The node of a value, or of that which it is in another shape or dtype."""
+    return makers.get(makers.behind(value, "reshape", "cast"))
 
 
-def _norm_of(product: Node, producers: dict[Value, Node]) -> tuple | None:
+def _same(a: Value, b: Value, makers: Makers) -> bool:
+    a, b = (makers.behind(value, "reshape", "cast") for value in (a, b))
+    return a is b
+
+
+def _norm_of(product: Node, makers: Makers) -> tuple | None:
     """x, the width of its rows and attributes of its norm, if the product is one."""
-    chain, x = _Chain(producers), product.inputs["a"]
-    over = _of_each_row(product.inputs["b"], x, producers)
-    root = None if over is None else _reciprocal(over, chain)
+    x = product.inputs["a"]
+    over = _of_each_row(product.inputs["b"], x, makers)
+    root = None if over is None else _reciprocal(over, makers)
     if root is None or root.squared or not 0 < root.factor < math.inf:
         return None
-    less = _less_mean(x, root.width, chain)
+    less = _less_mean(x, root.width, makers)
     if root.centred:  # of the variance of x: what it divides is x - mean
-        if less is None or not chain.same(less, root.x):
+        if less is None or not _same(less, root.x, makers):
             return None
-    elif not chain.same(x, root.x):
+    elif not _same(x, root.x, makers):
         return None
     if less is not None:
         x = less
-    x = _narrow(x, producers)
+    cast = makers.get(x)
+    if cast is not None and cast.widens:  # statistics are in float32 of any dtype
+        x = cast.inputs["x"]
     if x.shape[-1] % root.width or not x.dtype.is_floating_point:
         return None
     eps_in = root.eps_in or "root"
@@ -131,10 +119,10 @@ def _norm_of(product: Node, producers: dict[Value, Node]) -> tuple | None:
     return x, root.width, channel_norm_attributes(root.eps, **how)
 
 
-def _of_each_row(b: Value, x: Value, producers: dict[Value, Node]) -> Value | None:
+def _of_each_row(b: Value, x: Value, makers: Makers) -> Value | None:
     """What has a number for each row of x, which b repeats or not, [..., 1]."""
-    node = producers.get(b)
-    if node is not None and node.op == "layout" and b.shape == x.shape:
+    node = makers.of(b, "layout")
+    if node is not None and b.shape == x.shape:
         *rest, (_, step) = node.attrs["pieces"]  # several rows of an axis
         count = math.prod(n for n, _ in rest)
         whole = len(rest) == 1 and rest[0][1] == 1 or not rest
@@ -143,103 +131,93 @@ def _of_each_row(b: Value, x: Value, producers: dict[Value, Node]) -> Value | No
     return b if b.shape == (*x.shape[:-1], 1) else None
 
 
-def _narrow(x: Value, producers: dict[Value, Node]) -> Value:
-    """Before a cast that loses nothing: statistics are in float32 of any dtype."""
-    node = producers.get(x)
-    if node is None or node.op != "cast":
-        return x
-    before = node.inputs["x"]
-    wider = before.dtype.is_floating_point and x.dtype.itemsize > before.dtype.itemsize
-    return before if wider else x
-
-
-def _less_mean(x: Value, width: int, chain: _Chain) -> Value | None:
+def _less_mean(x: Value, width: int, makers: Makers) -> Value | None:
     """y, if x is y less the means of its rows."""
-    node = chain.maker(x)
+    node = _maker(x, makers)
     if node is None or node.op != "add" or node.out.shape[-1] != width:
         return None
-    less = chain.maker(node.inputs["b"])
+    less = _maker(node.inputs["b"], makers)
     if less is None or less.op != "affine" or less.attrs != {"scale": -1, "offset": 0}:
         return None
-    mean = _reduced(less.inputs["x"], chain, _ATEN.mean.dim)
+    mean = _reduced(less.inputs["x"], makers, _ATEN.mean.dim)
     whole = node.inputs["b"].shape == (*node.out.shape[:-1], 1)
     y = node.inputs["a"]
-    return y if whole and mean is not None and chain.same(mean, y) else None
+    return y if whole and mean is not None and _same(mean, y, makers) else None
 
 
 # --- roots ----------------------------------------------------------------------------------------
 
 
-def _reciprocal(value: Value, chain: _Chain) -> _Root | None:
+def _reciprocal(value: Value, makers: Makers) -> _Root | None:
     """What this is 1 / of."""
-    node = chain.maker(value)
+    node = _maker(value, makers)
     if node is None:
         return None
     if node.op == "affine" and node.attrs["offset"] == 0 and node.attrs["scale"] > 0:
-        root = _reciprocal(node.inputs["x"], chain)
+        root = _reciprocal(node.inputs["x"], makers)
         return root and root.times(1 / node.attrs["scale"])
     if _calls(node, _ATEN.rsqrt.default):
-        return _square_root(node.inputs["x0"], chain)
+        return _square_root(node.inputs["x0"], makers)
     if _calls(node, _ATEN.reciprocal.default) or _calls(node, _ATEN.pow.Tensor_Scalar, -1):
-        return _root(node.inputs["x0"], chain)
+        return _root(node.inputs["x0"], makers)
     if _calls(node, _ATEN.pow.Tensor_Scalar, -0.5):
-        return _square_root(node.inputs["x0"], chain)
+        return _square_root(node.inputs["x0"], makers)
     return None
 
 
-def _root(value: Value, chain: _Chain) -> _Root | None:
+def _root(value: Value, makers: Makers) -> _Root | None:
     """The root that this is, with eps or without, or the mean square."""
-    node = chain.maker(value)
+    node = _maker(value, makers)
     if node is None:
         return None
     if node.op == "affine":
-        root = _root(node.inputs["x"], chain)
+        root = _root(node.inputs["x"], makers)
         root = root and root.times(node.attrs["scale"])
         offset = node.attrs["offset"]
         return root.with_eps(offset, "sum") if root and offset else root
     if node.op == "mul":
-        return _mean_square(value, chain)
+        return _mean_square(value, makers)
     if node.op != "arith":
         return None
     if least := _least(node):
-        root = _root(node.inputs["x0"], chain)
+        root = _root(node.inputs["x0"], makers)
         return root and not root.squared and root.with_eps(least, "max") or None
     if _calls(node, _ATEN.sqrt.default) or _calls(node, _ATEN.pow.Tensor_Scalar, 0.5):
-        return _square_root(node.inputs["x0"], chain)
-    if (x := _reduced(value, chain, _ATEN.linalg_vector_norm.default)) is not None:
+        return _square_root(node.inputs["x0"], makers)
+    if (x := _reduced(value, makers, _ATEN.linalg_vector_norm.default)) is not None:
         length = _axis_length(node)
         return _Root(x, length, math.sqrt(length))
-    return _mean_square(value, chain)
+    return _mean_square(value, makers)
 
 
-def _square_root(value: Value, chain: _Chain) -> _Root | None:
-    square = _root(value, chain)
+def _square_root(value: Value, makers: Makers) -> _Root | None:
+    square = _root(value, makers)
     if square is None or not square.squared or square.eps_in == "max":
         return None
     eps_in = square.eps_in and "root"
     return replace(square, factor=math.sqrt(square.factor), squared=False, eps_in=eps_in)
 
 
-def _mean_square(value: Value, chain: _Chain) -> _Root | None:
-    node = chain.maker(value)
-    if (x := _reduced(value, chain, _ATEN.var.correction)) is not None:
+def _mean_square(value: Value, makers: Makers) -> _Root | None:
+    node = _maker(value, makers)
+    if (x := _reduced(value, makers, _ATEN.var.correction)) is not None:
         given = dict(node.attrs["options"])
         biased = given.get("correction", 1) == 0 or given.get("unbiased") is False
         return _Root(x, _axis_length(node), 1.0, True, centred=True) if biased else None
     for target, is_mean in ((_ATEN.mean.dim, True), (_ATEN.sum.dim_IntList, False)):
-        squares = _reduced(value, chain, target)
-        x = None if squares is None else _squared(squares, chain)
+        squares = _reduced(value, makers, target)
+        x = None if squares is None else _squared(squares, makers)
         if x is not None:
             length = _axis_length(node)
             return _Root(x, length, 1.0 if is_mean else float(length), True)
     return None
 
 
-def _squared(value: Value, chain: _Chain) -> Value | None:
-    node = chain.maker(value)
+def _squared(value: Value, makers: Makers) -> Value | None:
+    node = _maker(value, makers)
     if node is None:
         return None
-    if node.op == "mul" and chain.same(node.inputs["a"], node.inputs["b"]):
+    if node.op == "mul" and _same(node.inputs["a"], node.inputs["b"], makers):
         return node.inputs["a"]
     return node.inputs["x0"] if _calls(node, _ATEN.pow.Tensor_Scalar, 2) else None
 
@@ -270,9 +248,9 @@ def _least(node: Node) -> float | None:
     return least if most is None and isinstance(least, float | int) else None
 
 
-def _reduced(value: Value, chain: _Chain, target: Callable) -> Value | None:
+def _reduced(value: Value, makers: Makers, target: Callable) -> Value | None:
     """What this has reduced along its last axis, of which it keeps one element."""
-    node = chain.maker(value)
+    node = _maker(value, makers)
     if node is None or node.op != "arith" or node.attrs["target"] != target:
         return None
     x = node.inputs["x0"]

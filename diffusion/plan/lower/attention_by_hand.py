@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..graph import Node, Value
+from ..graph import Makers, Node, Value
 from ..views import View, merged, turned
 from .arithmetic import arithmetic
 from .layers import attention, product_of_layer
@@ -94,9 +94,9 @@ def _attention(low: Lowering, p: View, v: View, ahead: bool) -> View | None:
     """p v, or v p, if p is a softmax over the keys of scores; None: it is none."""
     if not low.softmaxes:
         return None
-    producers = low.graph.producers()
-    value = _behind(p.value, producers, "cast")
-    scores = _scores(low, value, producers) if value in low.softmaxes else None
+    makers = low.graph.producers()
+    value = makers.behind(p.value, "cast")
+    scores = _scores(low, value, makers) if value in low.softmaxes else None
     if scores is None or not 0 < scores.scale < math.inf:
         return None
     # [B, T, S] of p v, [B, S, T] of v p
@@ -109,7 +109,7 @@ def _attention(low: Lowering, p: View, v: View, ahead: bool) -> View | None:
         return None
     if not scores.q.shape[:-2] == scores.k.shape[:-2] or math.prod(scores.q.shape[:-2]) != count:
         return None
-    parts = [_narrow(low, x, producers) for x in (scores.q, scores.k, v)]
+    parts = [_narrow(low, x, makers) for x in (scores.q, scores.k, v)]
     dtype = low.meta.dtype
     exact = all(x.value.dtype == dtype for x in parts[:2]) or scores.dtype == dtype
     if parts[1].shape[-1] != parts[2].shape[-1] or not exact:
@@ -124,78 +124,63 @@ def _attention(low: Lowering, p: View, v: View, ahead: bool) -> View | None:
     return y if ahead else turned(y)
 
 
-def _scores(low: Lowering, softmax: Value, producers: dict[Value, Node]) -> _Scores | None:
+def _scores(low: Lowering, softmax: Value, makers: Makers) -> _Scores | None:
     """Of which product it is a softmax."""
     value, axis = low.softmaxes[softmax]
     size, behind = softmax.shape[axis], math.prod(softmax.shape[axis + 1 :])
     scale = 1.0
     while value not in low.products:
-        node = producers.get(value)
+        node = makers.get(value)
         if node is None:
             return None
         if node.op == "affine":  # whose offset a softmax does not see
             scale *= node.attrs["scale"]
-        elif not (node.op == "reshape" or _widens(node) or _less_largest(node, behind, producers)):
+        elif not (node.op == "reshape" or node.widens or _less_largest(node, behind, makers)):
             return None
         value = node.inputs["a" if node.op == "add" else "x"]
     a, b, alpha = low.products[value]
     m, n = a.shape[-2], b.shape[-1]
     scale *= alpha
     if (size, behind) == (n, 1):
-        return _Scores(*_scaled(a, turned(b), scale, producers), value.dtype, True)
+        return _Scores(*_scaled(a, turned(b), scale, makers), value.dtype, True)
     if (size, behind) == (m, n):
-        return _Scores(*_scaled(turned(b), a, scale, producers), value.dtype, False)
+        return _Scores(*_scaled(turned(b), a, scale, makers), value.dtype, False)
     return None
 
 
-def _scaled(
-    q: View, k: View, scale: float, producers: dict[Value, Node]
-) -> tuple[View, View, float]:
+def _scaled(q: View, k: View, scale: float, makers: Makers) -> tuple[View, View, float]:
     """Both without the numbers that they are multiplied with."""
     found = []
     for x in (q, k):
-        node = producers.get(x.value)
-        while node is not None and node.op == "affine" and node.attrs["offset"] == 0:
+        while (node := makers.of(x.value, "affine")) and node.attrs["offset"] == 0:
             scale *= node.attrs["scale"]
             x = View(node.inputs["x"], x.dims, x.offset)
-            node = producers.get(x.value)
         found.append(x)
     return *found, scale
 
 
-def _less_largest(node: Node, behind: int, producers: dict[Value, Node]) -> bool:
+def _less_largest(node: Node, behind: int, makers: Makers) -> bool:
     """Whether it is scores less their largest along the softmax's axis, `behind` which there are so
     many elements: a softmax does not see that."""
     if node.op != "add":
         return False
-    less = producers.get(_behind(node.inputs["b"], producers, "reshape"))
-    if less is None or less.op != "affine" or less.attrs != {"scale": -1, "offset": 0}:
+    less = makers.of(makers.behind(node.inputs["b"], "reshape"), "affine")
+    if less is None or less.attrs != {"scale": -1, "offset": 0}:
         return False
-    most = producers.get(_behind(less.inputs["x"], producers, "reshape", "detach"))
+    most = makers.get(makers.behind(less.inputs["x"], "reshape", "detach"))
     if most is None or most.attrs.get("target") != _ATEN.amax.default:
         return False
     (_, axes), x = most.attrs["arguments"][1], most.inputs["x0"]
     along = len(axes) == 1 and math.prod(x.shape[axes[0] + 1 :]) == behind
-    a, b = (_behind(v, producers, "reshape") for v in (x, node.inputs["a"]))
+    a, b = (makers.behind(v, "reshape") for v in (x, node.inputs["a"]))
     return along and a is b
 
 
-def _behind(value: Value, producers: dict[Value, Node], *ops: str) -> Value:
-    """What it is made of by these ops."""
-    while (node := producers.get(value)) is not None and node.op in ops:
-        value = node.inputs["x"]
-    return value
-
-
-def _widens(node: Node) -> bool:
-    return node.op == "cast" and node.out.dtype.itemsize >= node.inputs["x"].dtype.itemsize
-
-
-def _narrow(low: Lowering, x: View, producers: dict[Value, Node]) -> View:
+def _narrow(low: Lowering, x: View, makers: Makers) -> View:
     """Without a cast from the dtype of the result, which loses nothing."""
-    node = producers.get(x.value)
-    cast = node is not None and node.op == "cast" and node.inputs["x"].dtype == low.meta.dtype
-    return View(node.inputs["x"], x.dims, x.offset) if cast else x
+    cast = makers.of(x.value, "cast")
+    narrow = cast is not None and cast.inputs["x"].dtype == low.meta.dtype
+    return View(cast.inputs["x"], x.dims, x.offset) if narrow else x
 
 
 def _by_heads(parts: list[View]) -> list[View] | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from triton_kernels.attention.linear import MOST_MEMORY, MOST_WIDE
 
-from ..graph import Node, Value
+from ..graph import Makers, Value
 from ..views import View, merged, strides, turned, whole
 from .layers import packed
 from .table import Lowering
@@ -31,11 +31,11 @@ def linear_attention(low: Lowering, a: View, b: View) -> View | None:
     lead = a.shape[:-2]
     if not low.softmaxes or not lead or b.shape[:-2] != lead:
         return None
-    producers = low.graph.producers()
+    makers = low.graph.producers()
     # softmax(q) context, or both turned
     for q, context, ahead in ((a, b, True), (turned(b), turned(a), False)):
         flat = _flat(q), _flat(context)
-        y = None if None in flat else _of_context(low, *flat, producers)
+        y = None if None in flat else _of_context(low, *flat, makers)
         y = None if y is None else y.reshape((*lead, *y.shape[1:]))
         if y is not None:
             return y if ahead else turned(y)
@@ -47,8 +47,8 @@ def _flat(x: View) -> View | None:
     return x.reshape((math.prod(x.shape[:-2]), *x.shape[-2:]))
 
 
-def _of_context(low: Lowering, q: View, context: View, producers: dict[Value, Node]) -> View | None:
-    value, number = _behind(context.value, producers)
+def _of_context(low: Lowering, q: View, context: View, makers: Makers) -> View | None:
+    value, number = _multiplied(context.value, makers)
     if value not in low.products or number <= 0:
         return None
     *both, alpha = low.products[value]
@@ -64,13 +64,13 @@ def _of_context(low: Lowering, q: View, context: View, producers: dict[Value, No
         return None
     if context.offset or k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         return None
-    found = [_normalised(low, x, along, producers) for x, along in ((q, 2), (k, 1))]
+    found = [_normalised(low, x, along, makers) for x, along in ((q, 2), (k, 1))]
     if None in found:
         return None
     (q, of_q), (k, of_k) = found
-    of_v = _behind(v.value, producers)
-    v, scale = View(of_v[0], v.dims, v.offset), number * alpha * of_q * of_k * of_v[1]
-    parts = [_part(low, x, q.shape[1], producers) for x in (q, k, v)]
+    value, of_v = _multiplied(v.value, makers)
+    v, scale = View(value, v.dims, v.offset), number * alpha * of_q * of_k * of_v
+    parts = [_part(low, x, q.shape[1], makers) for x in (q, k, v)]
     if None in parts or not 0 < scale < math.inf or parts[0].memory is not None:
         return None
     return _made(low, parts, scale, q.shape)
@@ -101,43 +101,35 @@ def _made(low: Lowering, parts: list[_Part], scale: float, shape: tuple) -> View
     return whole(y, (n, t, heads, d)).permute((0, 2, 1, 3)).reshape(shape)
 
 
-def _normalised(
-    low: Lowering, x: View, along: int, producers: dict[Value, Node]
-) -> tuple[View, float] | None:
+def _normalised(low: Lowering, x: View, along: int, makers: Makers) -> tuple[View, float] | None:
     """Of which tensor x [B, ..., ...] is a softmax along this dimension, times a number."""
-    value, number = _behind(x.value, producers)
+    value, number = _multiplied(x.value, makers)
     if value not in low.softmaxes:
         return None
     of, axis = low.softmaxes[value]
     if x.dims[along] != merged(((of.shape[axis], strides(of.shape)[axis]),)):
         return None
-    before, more = _behind(of, producers, numbers=False)
-    return View(before, x.dims, x.offset), number * more
+    return View(makers.behind(of, "cast"), x.dims, x.offset), number
 
 
-def _behind(
-    value: Value, producers: dict[Value, Node], numbers: bool = True
-) -> tuple[Value, float]:
-    """What it is made of by casts and, if they are to be looked through, products with numbers."""
-    number = 1.0
-    while (node := producers.get(value)) is not None:
-        if node.op == "affine" and node.attrs["offset"] == 0 and numbers:
-            number *= node.attrs["scale"]
-        elif node.op != "cast" or not node.inputs["x"].dtype.is_floating_point:
-            break
-        value = node.inputs["x"]
+def _multiplied(value: Value, makers: Makers) -> tuple[Value, float]:
+    """What it is made of by casts and products with numbers, and their product."""
+    value, number = makers.behind(value, "cast"), 1.0
+    while (node := makers.of(value, "affine")) and node.attrs["offset"] == 0:
+        number *= node.attrs["scale"]
+        value = makers.behind(node.inputs["x"], "cast")
     return value, number
 
 
-def _part(low: Lowering, x: View, t: int, producers: dict[Value, Node]) -> _Part | None:
+def _part(low: Lowering, x: View, t: int, makers: Makers) -> _Part | None:
     """x [B, S, d] as [N, heads, T, d] of what the module had before it was put behind a memory,
     copied and widened."""
-    node, memory = producers.get(x.value), None
-    if node is not None and node.op == "cat" and x.shape[1] > t:
+    node, memory = makers.of(x.value, "cat"), None
+    if node is not None and x.shape[1] > t:
         kept, image = node.many("x")[:2]
         if len(node.many("x")) != 2 or image.shape[node.attrs["axis"]] != t:
             return None
-        memory = _shared(low, kept, x, producers)
+        memory = _shared(low, kept, x, makers)
         moved = _in(x, node.out.shape, image.shape)
         if memory is None or moved is None:
             return None
@@ -145,7 +137,7 @@ def _part(low: Lowering, x: View, t: int, producers: dict[Value, Node]) -> _Part
     if x.shape[1] != t:
         return None
     lead = _by_heads(x)
-    return None if lead is None else _Part(_source(lead, producers), memory)
+    return None if lead is None else _Part(_source(lead, makers), memory)
 
 
 def _in(x: View, shape: tuple[int, ...], part: tuple[int, ...]) -> tuple | None:
@@ -157,16 +149,16 @@ def _in(x: View, shape: tuple[int, ...], part: tuple[int, ...]) -> tuple | None:
     return tuple(tuple(new[step] for _, step in dim) for dim in x.dims)
 
 
-def _shared(low: Lowering, kept: Value, x: View, producers: dict[Value, Node]) -> Value | None:
+def _shared(low: Lowering, kept: Value, x: View, makers: Makers) -> Value | None:
     """A memory [N, M, heads, d] that is the same for all samples, as [M, C]."""
-    node = producers.get(kept)
+    node = makers.of(kept, "layout")
     n, m, *heads = kept.shape
     if len(heads) != 2 or x.dims[1:] != whole(x.value).dims[1::2]:
         return None
     rows = (m, math.prod(heads))
     if n == 1:
         return low.gather(whole(kept), rows)
-    if node is None or node.op != "layout" or node.attrs["pieces"][0] != (n, 0):
+    if node is None or node.attrs["pieces"][0] != (n, 0):
         return None
     attrs = {"pieces": node.attrs["pieces"][1:], "offset": node.attrs["offset"]}
     return low.make("layout", {"x": node.inputs["x"]}, rows, kept.dtype, **attrs)
@@ -178,21 +170,18 @@ def _by_heads(x: View) -> View | None:
     return None if x.shape[0] % n else x.reshape((n, x.shape[0] // n, *x.shape[1:]))
 
 
-def _source(x: View, producers: dict[Value, Node]) -> View:
+def _source(x: View, makers: Makers) -> View:
     """The same elements where they were before copies that leave them in their order."""
-    while (node := producers.get(x.value)) is not None:
-        before = node.inputs.get("x")
-        if node.op == "reshape" or node.op == "cast" and before.dtype.is_floating_point:
-            x = View(before, x.dims, x.offset)
-        elif node.op == "slice" and node.attrs["axis"] == len(before.shape) - 1:
-            width, whole_width = node.out.shape[-1], before.shape[-1]
-            if any(step % width and step * n > width for n, step in x.pieces):
-                break
-            dims = tuple(
-                tuple((n, step // width * whole_width if step >= width else step) for n, step in d)
-                for d in x.dims
-            )
-            x = View(before, dims, x.offset + node.attrs["start"])
-        else:
-            break
-    return x
+    while True:
+        x = View(makers.behind(x.value, "reshape", "cast"), x.dims, x.offset)
+        node = makers.of(x.value, "slice")
+        if node is None or node.attrs["axis"] != len(node.out.shape) - 1:
+            return x
+        width, whole_width = node.out.shape[-1], node.inputs["x"].shape[-1]
+        if any(step % width and step * n > width for n, step in x.pieces):
+            return x
+        dims = tuple(
+            tuple((n, step // width * whole_width if step >= width else step) for n, step in d)
+            for d in x.dims
+        )
+        x = View(node.inputs["x"], dims, x.offset + node.attrs["start"])
