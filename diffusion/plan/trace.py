@@ -22,8 +22,7 @@ from .canonical import canonicalise
 from .draws import is_draw
 from .graph import Graph, PlanError
 from .lower import attention_by_hand, by_pytorch, layers, shapes  # noqa: F401  they fill the table
-from .lower.arithmetic import function, is_function
-from .lower.draws import draw
+from .lower.arithmetic import draw, function, is_function
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood
 from .reads import Reads, reads_of

@@ -2,6 +2,7 @@
 the framework has no kernels of."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,6 @@ from torch import Tensor
 from triton_kernels.reference import ACTIVATION_FUNCTIONS
 
 from ..graph import Node, many
-from ..lower.draws import drawn
 from ..lower.table import call_arguments
 from .table import Inputs, by_pytorch
 
@@ -64,15 +64,20 @@ def _act_grad(run, node, given):
 # --- arithmetic -----------------------------------------------------------------------------------
 
 
+def _called(node: Node, tensors: list[Tensor], **more: Any) -> Tensor:
+    a = node.attrs
+    return a["target"](*call_arguments(a["arguments"], tensors), **a["options"], **more)
+
+
 @by_pytorch("arith")
 def _arith(run, node, given):
-    a = node.attrs
-    return a["target"](*call_arguments(a["arguments"], list(given.values())), **a["options"])
+    return _called(node, many(given, "x"))
 
 
 @by_pytorch("draw")
 def _draw(run, node, given):
-    return drawn(node.attrs, many(given, "x"), given.get("beside"))
+    where = {"device": given["beside"].device} if "beside" in given else {}
+    return _called(node, many(given, "x"), **where).contiguous()
 
 
 @by_pytorch("arith_grad")
@@ -82,7 +87,7 @@ def _arith_grad(run, node, given):
     with torch.enable_grad():
         for i in a["of"]:
             tensors[i] = leaf(tensors[i])
-        y = a["target"](*call_arguments(a["arguments"], tensors), **a["options"])
+        y = _called(node, tensors)
     of = [tensors[i] for i in a["of"]]
     grads = torch.autograd.grad(y, of, given["dy"].to(y.dtype), allow_unused=True)
     grads = [torch.zeros_like(x) if g is None else g for x, g in zip(of, grads, strict=True)]

@@ -10,7 +10,7 @@ import torch
 from ..graph import Value, numbered
 from ..record.own_functions import OwnFunction
 from ..views import View, whole
-from .shapes import to
+from .shapes import detached, to
 from .table import Lowering, call_arguments, each, lowers
 
 _ATEN = torch.ops.aten
@@ -111,9 +111,23 @@ def _pointless(x: View, shape: tuple[int, ...]) -> View:
 
 def arithmetic(low: Lowering, *args: Any, **options: Any) -> Any:
     """A call that stays PyTorch's. Of constants alone it is made now."""
+    inputs, arguments, options = _call_of(low, args, options)
+    shape, dtype = low.meta.shape, low.meta.dtype
+    name = low.name.split(".")[-1]
+    if name.endswith("_like") or name.startswith(("new_", "empty")):  # of the shape alone
+        fill = 1 if "ones" in name else args[-1] if "full" in name else 0
+        if not isinstance(fill, View):
+            return whole(low.graph.constant(torch.full(tuple(shape), fill, dtype=dtype)))
+    return whole(left(low, inputs, arguments, shape, options, low.target))
+
+
+def _call_of(
+    low: Lowering, args: tuple, options: dict[str, Any]
+) -> tuple[list[Value], tuple, dict[str, Any]]:
+    """The tensors of a call, and its arguments, in which these have their numbers."""
     inputs: list[Value] = []
 
-    def placed(arg: Any) -> Any:  # tensors by their number among the inputs
+    def placed(arg: Any) -> Any:
         if isinstance(arg, View):
             inputs.append(low.gather(arg))
             return len(inputs) - 1
@@ -123,14 +137,31 @@ def arithmetic(low: Lowering, *args: Any, **options: Any) -> Any:
 
     arguments = tuple(map(placed, args))
     # the trace has its tensors nowhere, a plan's constants are made on the CPU
-    options = {k: v for k, v in options.items() if k not in ("pin_memory", "layout", "device")}
-    shape, dtype = low.meta.shape, low.meta.dtype
-    name = low.name.split(".")[-1]
-    if name.endswith("_like") or name.startswith(("new_", "empty")):  # of the shape alone
-        fill = 1 if "ones" in name else args[-1] if "full" in name else 0
-        if not isinstance(fill, View):
-            return whole(low.graph.constant(torch.full(tuple(shape), fill, dtype=dtype)))
-    return whole(left(low, inputs, arguments, shape, options, low.target))
+    nowhere = ("pin_memory", "layout", "device")
+    return inputs, arguments, {k: v for k, v in options.items() if k not in nowhere}
+
+
+def draw(low: Lowering, *args: Any, **options: Any) -> View:
+    """A draw of PyTorch's generator, besides dropout: noise, timesteps, labels that are dropped. No
+    gradient is sent to what it is of.
+
+    The node draws anew in every call, in the order in which the module draws. So a plan has the
+    module's numbers where it starts from the same state of the generator, has no dropout and draws
+    nothing like a tensor in channels_last: the module fills that in another order. It draws on the
+    device of its images, also what a module draws on the host and moves there."""
+    if options.pop("generator", None) is not None:
+        raise low.refuse("of a generator of the module's own")
+    args = tuple(detached(low, a) if isinstance(a, View) else a for a in args)
+    inputs, arguments, options = _call_of(low, args, options)
+    given = numbered("x", inputs)
+    if not inputs:  # an image among the arguments, or another tensor of the call
+        graph = low.graph
+        beside = [*(v for v in graph.inputs if v.shape), *graph.parameters.values(), *graph.inputs]
+        if not beside:
+            raise low.refuse("where no tensor says on which device")
+        given = {"beside": beside[0]}
+    attrs = {"target": low.target, "arguments": arguments, "options": options}
+    return whole(low.make("draw", given, low.meta.shape, low.meta.dtype, **attrs))
 
 
 @dataclass(frozen=True)
