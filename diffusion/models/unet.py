@@ -409,8 +409,6 @@ class UNet(Network):
             _divide(name, c, "num_groups", self.num_groups)
 
     def _check_inputs(self, x: Tensor, t: Tensor, given: Given, rng: Tensor | None) -> None:
-        more = parts_of(given)
-        labels, vector = more.labels, more.vector
         if x.ndim != 4 or x.shape[3] != self.in_channels:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; expected [N, H, W, {self.in_channels}]"
@@ -423,15 +421,31 @@ class UNet(Network):
             raise ValueError(f"x is {h}x{w} pixels; both have to be multiples of {factor}")
         if t.shape != (n,):
             raise ValueError(f"t has shape {tuple(t.shape)}; expected ({n},)")
+        self.check_given(given, n)
+        if self.training and rng is None:
+            for name in ("dropout", "label_dropout"):
+                if getattr(self, name) > 0:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} in training needs rng (seed, step)"
+                    )
+
+    def check_given(self, given: Given, n: int, waits: bool = False) -> None:
+        """ValueError: labels, vectors or contexts are missing or not wanted, or not of N samples;
+        or a label is no class, which is looked up on the CPU, where looking costs nothing, or, if
+        it `waits`, anywhere."""
+        more = parts_of(given)
+        labels, vector = more.labels, more.vector
         if self.num_classes is None:
             if labels is not None:
                 raise ValueError("labels were given, but the model has no classes (num_classes)")
         elif labels is None:
             raise ValueError(f"labels are missing; the model has num_classes={self.num_classes}")
-        elif labels.shape != (n,):
-            raise ValueError(f"labels have shape {tuple(labels.shape)}; expected ({n},)")
-        elif labels.device.type == "cpu" and n > 0 and not _is_traced(labels):
-            low, high = int(labels.min()), int(labels.max())
+        elif labels.shape != (n,) or labels.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}, of {labels.dtype}; expected int64 ({n},)"
+            )
+        elif (waits or labels.device.type == "cpu") and n > 0 and not _is_traced(labels):
+            low, high = map(int, labels.aminmax())
             if low < 0 or high >= self.label_emb.num_embeddings:
                 raise ValueError(
                     f"labels lie in [{low}, {high}];"
@@ -445,12 +459,6 @@ class UNet(Network):
                 f"vectors have shape {tuple(vector.shape)}; expected ({n}, {self.vector_dim} + 1)"
             )
         self._check_context(more, n)
-        if self.training and rng is None:
-            for name in ("dropout", "label_dropout"):
-                if getattr(self, name) > 0:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)} in training needs rng (seed, step)"
-                    )
 
     def _check_context(self, given: Conditions, n: int) -> None:
         context, present = given.context, given.present

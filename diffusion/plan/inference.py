@@ -82,19 +82,8 @@ class InferenceUNet:
         labels, vectors or contexts missing, not wanted, not N, or no class; which waits for the
         device, once a chain."""
         more = parts_of(labels)
-        for what, found, option in (
-            ("labels", more.labels, "num_classes"),
-            ("vectors", more.vector, "vector_dim"),
-            ("contexts", more.context, "context_dim"),
-        ):
-            wanted = getattr(self.model, option)
-            if (found is None) == bool(wanted):
-                given = "missing" if wanted else "given"
-                raise ValueError(f"{what} are {given}; the model has {option}={wanted}")
-        if any(part is not None for part in (more.vector, more.context)) and len(more) != n:
-            raise ValueError(f"conditions are of {len(more)} samples; expected {n}")
-        if more.labels is not None:
-            self._check_labels(more.labels, n)
+        # the kernels take a row of the table by its number, and read whatever is there
+        self.model.check_given(more, n, waits=True)
         table = self._tabulate(timesteps, more.of_embedding().shortest(), n)
         return *table, *self._tabulate_context(more)
 
@@ -124,16 +113,6 @@ class InferenceUNet:
             self._kept = timesteps, self._table(timesteps, every)
         table = self._kept[1]
         return (table,) if given is None else (table, given.clone())
-
-    def _check_labels(self, labels: Tensor, n: int) -> None:
-        """The kernels take a row of the table by its number, and read whatever is there."""
-        if labels.shape != (n,) or labels.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"labels are {labels.dtype} of shape {list(labels.shape)}; expected int64 [{n}]"
-            )
-        low, high = map(int, labels.aminmax()) if n else (0, 0)
-        if low < 0 or high >= self.num_labels:
-            raise ValueError(f"labels lie in [{low}, {high}]; expected [0, {self.num_labels - 1}]")
 
     def _table(self, timesteps: Tensor, labels: Given) -> Tensor:  # [K], [U] -> [K, U, E]
         """A row for each timestep with each of the labels, or of what is given, all at once."""
