@@ -54,7 +54,6 @@ def real_time_plan(
     length: int,
     kernels: ModuleType,  # `triton_kernels.fused_ops` or its reference
     gpu: Device,
-    batched_from: int | None = None,  # samples with two launches a layer; None: as is quicker
 ) -> Plan:
     """The plan of `model.forward_nhwc`; what it launches does for other n and lengths, too. Its
     inputs are the image [N, 1, T, C], the embedding of the diffusion steps [N, E], the condition
@@ -77,7 +76,6 @@ def real_time_plan(
         gpu,
         dtype=backend.dtype,
         tf32=backend.allow_tf32,
-        batched_from=batched_from,
     )
     made = schedule(graph, forward_moves(graph.nodes))
     graph.rename()
@@ -105,13 +103,12 @@ class InferenceUNet1d:
         model: UNet1d,
         kernels: ModuleType = fused_ops,
         *,
-        batched_from: int | None = None,
         gpu: Device | None = None,  # None: what is there
     ) -> None:
         self.model = model
         device = next(model.parameters()).device
         gpu = describe(device) if gpu is None else gpu
-        made = real_time_plan(model, 2, 4 * model.factor, kernels, gpu, batched_from)
+        made = real_time_plan(model, 2, 4 * model.factor, kernels, gpu)
         self.image, self.emb, *self.cond, self.row = made.graph.inputs
         state = dict(model.named_parameters()) | dict(model.named_buffers())
         parameters = {

@@ -97,15 +97,22 @@ KERNEL_CASES = [
 ]
 
 
+def two_launches_from(n, monkeypatch):
+    """With so many samples a layer is two launches, however large it is."""
+    monkeypatch.setattr(stages, "_BATCHED_FROM", n)
+    monkeypatch.setattr(stages, "_LARGE", 2**62)
+
+
 @pytest.mark.parametrize(("case", "n", "batched_from"), KERNEL_CASES)
 def test_the_kernels(device, case, n, batched_from, monkeypatch):
     poison_outputs(monkeypatch, stream_conv1d)
+    two_launches_from(batched_from, monkeypatch)
     model = tiny(**CASES[case]).to(device)
     x, t, cond = (None if v is None else v.to(device) for v in inputs(model, n, 4))
     with torch.no_grad():
         expected = model.forward_nhwc(x, t, cond)
     set_backend(model, TRITON)
-    y = InferenceUNet1d(model, batched_from=batched_from, gpu=EIGHT)(x, t, cond)
+    y = InferenceUNet1d(model, gpu=EIGHT)(x, t, cond)
     assert y.dtype == torch.float32
     assert relative(y, expected) < 1e-5
 
@@ -122,8 +129,8 @@ def test_where_two_launches_a_layer_begin(monkeypatch):
     model = tiny(down_dims=(64,), n_groups=8)
     set_backend(model, TRITON)
 
-    def begins(given=None) -> int:
-        graph = real_time_plan(model, 1, 8, fused_ops, HOPPER, given).graph
+    def begins() -> int:
+        graph = real_time_plan(model, 1, 8, fused_ops, HOPPER).graph
         (found,) = {n.attrs["batched_from"] for n in graph.nodes if n.op == "stage"}
         return found
 
@@ -131,13 +138,12 @@ def test_where_two_launches_a_layer_begin(monkeypatch):
     monkeypatch.setattr(stages, "_LARGE", 1)
     monkeypatch.setattr(stream_conv1d.whole, "refuse", lambda *_: None)
     assert begins() == 1
-    assert begins(2) == 2
     monkeypatch.setattr(stream_conv1d.whole, "refuse", lambda *_: "it is another's")
     assert begins() == 4
 
 
 @pytest.mark.parametrize("n", [1, 4])
-def test_golden(golden, device, n):
+def test_golden(golden, device, n, monkeypatch):
     from safetensors.torch import load_file
 
     model = UNet1d(**SMALL, down_dims=(32, 64))
@@ -145,7 +151,8 @@ def test_golden(golden, device, n):
     set_backend(model.to(device), TRITON)
     io = load_file(golden / "unet1d_small.io.safetensors")
     x, t, cond, y = (io[k][:n].to(device) for k in ("x", "t", "global_cond", "y"))
-    streamed = InferenceUNet1d(model, batched_from=2)
+    two_launches_from(2, monkeypatch)
+    streamed = InferenceUNet1d(model)
     assert relative(streamed(x[:, None].contiguous(), t, cond)[:, 0], y) < 1e-4
 
 
@@ -254,7 +261,7 @@ def published():
     [("bf16", 1), ("bf16", 2), ("bf16", 8), ("bf16", 64), ("fp16", 1), ("tf32", 1), ("fp32", 1)]
     + [("tf32", 8), ("fp32", 8), ("bf16", 5), ("fp16", 8), ("tf32", 64), ("fp32", 64)],
 )
-def test_the_published_size(published, precision, n, batched_from=None):
+def test_the_published_size(published, precision, n):
     """At most twice as far from float64 as PyTorch's layers at the same precision, and every time
     the same bits."""
     model, device = published, torch.device("cuda")
@@ -269,7 +276,7 @@ def test_the_published_size(published, precision, n, batched_from=None):
         set_backend(model.float(), Backend("torch", reference, dtype, tf32))
         theirs = relative(model.forward_nhwc(x, t, cond).double(), exact)
     set_backend(model, Backend("triton", triton_kernels, dtype, tf32))
-    streamed = InferenceUNet1d(model, batched_from=batched_from)
+    streamed = InferenceUNet1d(model)
     results = [streamed(x, t, cond) for _ in range(4)]
     assert relative(results[0].double(), exact) < 2 * theirs + 1e-5
     assert all(torch.equal(results[0], other) for other in results[1:])
@@ -277,9 +284,10 @@ def test_the_published_size(published, precision, n, batched_from=None):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "tf32", "fp32"])
-def test_the_published_size_a_launch_a_layer(published, precision):
+def test_the_published_size_a_launch_a_layer(published, precision, monkeypatch):
     """As on GPUs for which there is no `conv1d.whole`."""
-    test_the_published_size(published, precision, 1, batched_from=9)
+    two_launches_from(9, monkeypatch)
+    test_the_published_size(published, precision, 1)
 
 
 @pytest.mark.gpu

@@ -41,7 +41,6 @@ def stages(
     *,
     dtype: torch.dtype,  # of what is multiplied
     tf32: bool,
-    batched_from: int | None = None,  # samples with two launches a layer; None: see _BATCHED_FROM
 ) -> None:
     """Rewrite the graph in place. Its last input is new: which row of the table all samples take,
     int64 [1], or None where each has its own. The nodes do for any number of samples and positions.
@@ -58,11 +57,11 @@ def stages(
     graph.inputs.append(work.row)
     graph.prune()
     with nothing_launched(gpu):
-        _dry_run(graph, parameters, launcher_of(kernels), batched_from)
+        _dry_run(graph, parameters, launcher_of(kernels))
     graph.check()
 
 
-def _dry_run(graph: Graph, parameters: dict, launch, batched_from: int | None) -> None:
+def _dry_run(graph: Graph, parameters: dict, launch) -> None:
     """Drop what is not made, and decide from how many samples on a layer is two launches."""
     dry = DryRun(graph, parameters, launch)
     weights = [node for node in graph.nodes if node.op == "stage_weights"]
@@ -72,9 +71,8 @@ def _dry_run(graph: Graph, parameters: dict, launch, batched_from: int | None) -
     copies = [node.outputs["by_tap"] for node in weights]
     sizes = [value.bytes if value in dry else 0 for value in copies]
     missing = {value for value in copies if value not in dry}
-    if batched_from is None:
-        large = bool(sizes) and min(sizes) > 0 and sum(sizes) >= _LARGE * len(sizes)
-        batched_from = 1 if large else _BATCHED_FROM
+    large = bool(sizes) and min(sizes) > 0 and sum(sizes) >= _LARGE * len(sizes)
+    batched_from = 1 if large else _BATCHED_FROM
     for node in graph.nodes:
         node.outputs = {role: v for role, v in node.outputs.items() if v not in missing}
         node.inputs = {role: v for role, v in node.inputs.items() if v not in missing}
