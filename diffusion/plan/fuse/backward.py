@@ -1,10 +1,10 @@
 """The rows of the backward pass, in the order in which they are applied."""
 
 from .by_pytorch import cast_of_parts, part_where_it_lies, widened_operand
+from .epilogue import added
 from .few_channels import few_channels
 from .norms import (
     NORM_DX,
-    added_dx,
     coefficients,
     embedding_sums,
     input_grad,
@@ -14,14 +14,15 @@ from .norms import (
 )
 from .parameter_grads import bias_sums, exact_weight_grad
 from .resampled import (
-    added_resampled,
-    down_dx,
+    halved,
     pool_grad,
     pooled_dx,
     small_input_grad,
     small_plain_grad,
 )
 from .rewrite import Row
+
+_BY_AUTOGRAD = ("train",)  # not a step, whose gradients have places
 
 BACKWARD_ROWS = (
     Row(
@@ -33,7 +34,7 @@ BACKWARD_ROWS = (
         "10.3 % of a step of 32 images, 6.4 of 128 (H100)"
     ),
     Row(
-        "other gradients added in dx", ("add",), added_dx,
+        "other gradients added in dx", ("add",), added,
         "13.7 % of a step of 32 images, 18.4 of 128 (H100)"
     ),
     Row(
@@ -51,27 +52,27 @@ BACKWARD_ROWS = (
     ),
     Row(
         "a quarter to each of 2x2 pixels", ("upsample",), pool_grad,
-        "0.3 % of a step of 32 images, 2.2 of 128 (H100)", ("train",)
+        "0.3 % of a step of 32 images, 2.2 of 128 (H100)"
     ),
     Row(
-        "dx of what halves the image", ("conv_dx",), down_dx,
-        "4.2 % of a step of ddpm_cifar10 at 64 images", ("train",)
+        "dx of what halves the image", ("conv_dx",), halved,
+        "4.2 % of a step of ddpm_cifar10 at 64 images"
     ),
     Row(
-        "added while it is resampled", ("add",), added_resampled,
-        "1.3 % of a step of 32 images, 0.4 of 128 (H100)", ("train",)
+        "added while it is resampled", ("add",), added,
+        "1.3 % of a step of 32 images, 0.4 of 128 (H100)"
     ),
     Row(
         "dx added up over 2x2 pixels", ("sum_pool",), pooled_dx,
-        "2.0 % of a step of 32 images, 4.1 of 128 (H100)", ("train",)
+        "2.0 % of a step of 32 images, 4.1 of 128 (H100)"
     ),
     Row(
         "dx multiplied on the small image", ("conv_input_grad",), small_input_grad,
-        "with the forward pass, see there", ("train",)
+        "with the forward pass, see there"
     ),
     Row(
         "dx of a convolution alone on the small image", ("sum_pool",), small_plain_grad,
-        "with the forward pass, see there", ("train",)
+        "with the forward pass, see there"
     ),
     Row(
         "sums of dx while it is written", ("sum",), rows_of_dx,
@@ -86,7 +87,7 @@ BACKWARD_ROWS = (
         "sums for biases together", ("sum",), bias_sums,
         "with the padded channels: 18.3 % of a step of 32 images, 7.8 of 128 (H100)", ("step",)
     ),
-    Row("parts cast where they are read", ("slice",), cast_of_parts, "unmeasured"),
-    Row("operands widened by PyTorch", ("add", "mul"), widened_operand, "unmeasured"),
-    Row("channels read where they lie", ("slice",), part_where_it_lies, "unmeasured")
+    Row("parts cast where they are read", ("slice",), cast_of_parts, "unmeasured", _BY_AUTOGRAD),
+    Row("operands widened by PyTorch", ("add", "mul"), widened_operand, "unmeasured", _BY_AUTOGRAD),
+    Row("channels read where they lie", ("slice",), part_where_it_lies, "unmeasured", _BY_AUTOGRAD)
 )  # fmt: skip

@@ -10,7 +10,7 @@ _READERS = ("act", "add", "affine", "cast", "cat", "mul", "sum")  # of rows that
 def cast_of_parts(f: Fusing, node: Node) -> Value | None:
     """A tensor of which only parts are read is cast part by part, where they are read"""
     cast = f.maker(node.inputs["x"], "cast")
-    if cast is None or not _widens(cast) or f.mode == "step":
+    if cast is None or not cast.widens:
         return None
     if any(reader is None or reader.op != "slice" for reader in f.readers(cast.out)):
         return None
@@ -27,7 +27,7 @@ def widened_operand(f: Fusing, node: Node) -> Value | None:
     for role, other in (("a", "b"), ("b", "a")):
         cast = f.maker(node.inputs[role], "cast")
         wide = node.inputs[other].dtype == node.out.dtype and node.inputs[other].shape
-        if cast is not None and wide and _widens(cast) and f.mode != "step":
+        if cast is not None and wide and cast.widens:
             node.inputs[role] = cast.inputs["x"]
             f.take(node)
             return node.out
@@ -38,7 +38,7 @@ def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
     """A concatenation that only a cast reads is written in that type"""
     cat = f.maker(node.inputs["x"], "cat")
     floats = node.out.dtype.is_floating_point and node.inputs["x"].dtype.is_floating_point
-    if cat is None or f.reader(cat.out, "cast") is not node or not floats or f.mode == "step":
+    if cat is None or f.reader(cat.out, "cast") is not node or not floats:
         return None
     f.write(cat, node.out, node)
     return node.out
@@ -47,16 +47,10 @@ def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
 def part_where_it_lies(f: Fusing, node: Node) -> Value | None:
     """Channels that PyTorch alone reads are no copy"""
     readers = f.readers(node.out)
-    if node.attrs["axis"] != len(node.out.shape) - 1 or f.mode == "step":
+    if node.attrs["axis"] != len(node.out.shape) - 1:
         return None
     if any(reader is None or reader.op not in _READERS for reader in readers):
         return None
     node.op, node.attrs = "columns", {end: node.attrs[end] for end in ("start", "stop")}
     f.take(node)
     return node.out
-
-
-def _widens(cast: Node) -> bool:
-    """Whether it is one of floating-point numbers that loses nothing."""
-    x, y = cast.inputs["x"].dtype, cast.out.dtype
-    return x.is_floating_point and y.is_floating_point and x.itemsize < y.itemsize

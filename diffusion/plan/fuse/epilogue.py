@@ -1,4 +1,4 @@
-"""Rows of epilogues: what a convolution adds, and which sums it takes, while it writes."""
+"""Rows of epilogues: what a launch adds, and which sums it takes, while it writes."""
 
 from ..graph import Node, Value
 from .rewrite import Fusing
@@ -71,8 +71,49 @@ def _embedding_of(f: Fusing, node: Node, value: Value) -> Value | None:
     reshape = f.maker(value, "reshape")
     if reshape is None or value.shape != (n, 1, 1, c) or reshape.inputs["x"].shape != (n, c):
         return None
-    cast = f.maker(reshape.inputs["x"], "cast")  # which the epilogue spares: it adds in float32
-    return reshape.inputs["x"] if cast is None else cast.inputs["x"]
+    return f.uncast(reshape.inputs["x"])  # the epilogue adds in float32
+
+
+# by op, of each result: the inputs that are added to it
+_ADDED = {
+    "channel_norm": {"y": ("residual",)},
+    "norm_dx": {"dx1": ("add1", "add1_second"), "dx2": ("add2",)},
+    "channel_norm_grad": {"x": ("add",)},
+    "avg_pool_grad": {"y": ("add",)},
+    "conv_down_dx": {"y": ("add",)},
+}
+
+
+def added(f: Fusing, node: Node) -> Value | None:
+    """A summand is added by the launch that makes the other one"""
+    for y, other in f.summands(node):
+        made = f.maker(y, *_ADDED)
+        if made is None or f.reader(y, "add") is not node:
+            continue
+        role = next(r for r, v in made.outputs.items() if v is y)
+        places = _ADDED[made.op].get(role, ())
+        place = next((p for p in places if p not in made.inputs), None)
+        if place is None or _reaches(f, other, made):
+            continue
+        cast = f.maker(other, "cast") if made.op == "channel_norm" else None  # which reads any type
+        made.inputs[place] = cast.inputs["x"] if cast is not None and cast.widens else other
+        f.write(made, node.out, node, role=role)
+        return node.out
+    return None
+
+
+def _reaches(f: Fusing, value: Value, node: Node) -> bool:
+    """Whether a value depends on another result of a node."""
+    others, stack, seen = set(node.outputs.values()), [value], set()
+    while stack:
+        v = stack.pop()
+        if v in others:
+            return True
+        maker = f.maker(v)
+        if maker is not None and maker not in seen:
+            seen.add(maker)
+            stack.extend(maker.inputs.values())
+    return False
 
 
 def terms_together(f: Fusing, node: Node) -> Value | None:

@@ -11,10 +11,8 @@ def few_inputs(f: Fusing, node: Node) -> Value | None:
     width = f.padded_width(x)
     if width is None or not has_epilogue(f, node):
         return None
-    cast = f.maker(x, "cast")
-    source = x if cast is None else cast.inputs["x"]
     spec = {"y": ((*x.shape[:3], width), x.dtype)}
-    wide = f.insert(node, "pad_channels", {"x": source}, spec, width=width)
+    wide = f.insert(node, "pad_channels", {"x": f.uncast(x)}, spec, width=width)
     pads = ((0, 0), (0, width - x.shape[3]), (0, 0), (0, 0))
     spec = {"y": ((weight.shape[0], width, *weight.shape[2:]), weight.dtype)}
     filters = f.insert(node, "pad", {"x": weight}, spec, pads=pads)
@@ -64,10 +62,8 @@ def few_channels(f: Fusing, node: Node) -> Value | None:
 
 def _padded(f: Fusing, node: Node, value: Value, width: int) -> Value | None:
     """The value with zeros behind its channels, which forward or another node may have made."""
-    cast = f.maker(value, "cast")
-    source = value if cast is None else cast.inputs["x"]
     for other in f.made_by("pad_channels"):
-        if other.inputs["x"] is source:
+        if other.inputs["x"] is f.uncast(value):
             return other.out
     if value in f.graph.inputs or f.maker(value) is not None:
         return None  # forward would have made it

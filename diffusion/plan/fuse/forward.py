@@ -1,11 +1,13 @@
 """The rows of the forward pass, in the order in which they are applied."""
 
 from .by_pytorch import cat_as_it_is_read, part_where_it_lies, widened_operand
-from .epilogue import epilogue_add, partials, terms_together
+from .epilogue import added, epilogue_add, partials, terms_together
 from .few_channels import few_inputs, few_outputs
-from .norms import added_behind, dropped_pass, low_copy, table_and_pass
-from .resampled import conv_down, conv_upsampled, norm_of_upsampled
+from .norms import dropped_pass, low_copy, table_and_pass
+from .resampled import conv_upsampled, halved, norm_of_upsampled
 from .rewrite import Row
+
+_NO_STEP = ("train", "sample")
 
 FORWARD_ROWS = (
     Row(
@@ -29,28 +31,31 @@ FORWARD_ROWS = (
     Row("sums in the epilogue", ("moments",), partials, "4.9 % of a pass of 32 images"),
     Row(
         "dropout in the norm's pass", ("dropout",), dropped_pass,
-        "0.2 % of a step of adm64 at 32 images (H100)", ("train",)
+        "0.2 % of a step of adm64 at 32 images (H100)", ("train", "step")
     ),
     Row(
         "table and pass of a norm in one launch", ("norm_apply",), table_and_pass,
         "0.65 % of a step of 32 images, 0.4 of 128"
     ),
     Row(
-        "a convolution that halves the image", ("conv",), conv_down,
+        "a convolution that halves the image", ("conv",), halved,
         "1.7 % of a step of ddpm_cifar10 at 64 images: where zeros are behind the image",
-        ("train",)
+        ("train", "step")
     ),
     Row(
         "upsampling in the norm's pass", ("norm",), norm_of_upsampled,
-        "1.8 % of a step of 32 images, 4.3 of 128 (H100)", ("train",)
+        "1.8 % of a step of 32 images, 4.3 of 128 (H100)", ("train", "step")
     ),
     Row(
         "multiplied on the small image", ("conv_fused",), conv_upsampled,
-        "1.3 % of a step of 32 images, 2.9 of 128", ("train",)
+        "1.3 % of a step of 32 images, 2.9 of 128", ("train", "step")
     ),
-    Row("added behind a norm over channels", ("add",), added_behind, "unmeasured"),
-    Row("a norm over channels in two types", ("cast",), low_copy, "unmeasured"),
-    Row("concatenations as they are read", ("cast",), cat_as_it_is_read, "unmeasured"),
-    Row("operands of a sum widened by PyTorch", ("add", "mul"), widened_operand, "unmeasured"),
-    Row("parts read where they lie", ("slice",), part_where_it_lies, "unmeasured")
+    Row("added behind a norm over channels", ("add",), added, "unmeasured"),
+    Row("a norm over channels in two types", ("cast",), low_copy, "unmeasured", _NO_STEP),
+    Row("concatenations as they are read", ("cast",), cat_as_it_is_read, "unmeasured", _NO_STEP),
+    Row(
+        "operands of a sum widened by PyTorch", ("add", "mul"), widened_operand,
+        "unmeasured", _NO_STEP
+    ),
+    Row("parts read where they lie", ("slice",), part_where_it_lies, "unmeasured", _NO_STEP)
 )  # fmt: skip

@@ -23,27 +23,12 @@ def dropped_pass(f: Fusing, node: Node) -> Value | None:
     return node.out
 
 
-def added_behind(f: Fusing, node: Node) -> Value | None:
-    """A tensor is added to the norm over channels before it is written"""
-    for y, other in f.summands(node):
-        norm = f.maker(y, "channel_norm")
-        if norm is None or f.reader(y, "add") is not node or "residual" in norm.inputs:
-            continue
-        cast = f.maker(other, "cast")
-        floats = cast is not None and cast.inputs["x"].dtype.is_floating_point
-        wider = floats and cast.inputs["x"].dtype.itemsize < other.dtype.itemsize
-        norm.inputs["residual"] = cast.inputs["x"] if wider else other
-        f.write(norm, node.out, node)
-        return node.out
-    return None
-
-
 def low_copy(f: Fusing, node: Node) -> Value | None:
     """What a norm over channels makes is written in another type as well"""
     norm = f.maker(node.inputs["x"], "channel_norm")
     if norm is None or norm.out is not node.inputs["x"] or "low" in norm.outputs:
         return None
-    if not node.out.dtype.is_floating_point or f.mode == "step":
+    if not node.out.dtype.is_floating_point:
         return None
     norm.outputs["low"] = node.out
     f.take(norm, node)
@@ -170,30 +155,6 @@ def _is_of_pixels(node: Node) -> bool:
     return node.attrs["axes"] == (1, 2) and len(node.out.shape) == 2
 
 
-# of what makes gradients of norms, by them: what is added to each
-_PLACES = {
-    "norm_dx": {"dx1": ("add1", "add1_second"), "dx2": ("add2",)},
-    "channel_norm_grad": {"x": ("add",)},
-}
-
-
-def added_dx(f: Fusing, node: Node) -> Value | None:
-    """What other consumers of x send to its gradient is added by the pass that makes it"""
-    for dx, other in f.summands(node):
-        norm = f.maker(dx, *_PLACES)
-        if norm is None or f.reader(dx, "add") is not node:
-            continue
-        role = next(r for r, v in norm.outputs.items() if v is dx)
-        places = _PLACES[norm.op].get(role, ())
-        place = next((p for p in places if p not in norm.inputs), None)
-        if place is None or _reaches(f, other, norm):
-            continue
-        norm.inputs[place] = other
-        f.write(norm, node.out, node, role=role)
-        return node.out
-    return None
-
-
 def two_summands(f: Fusing, node: Node) -> Value | None:
     """Of a sum that dx gets, each summand is added by itself"""
     total = f.maker(node.inputs.get("add1"), "add")
@@ -206,20 +167,6 @@ def two_summands(f: Fusing, node: Node) -> Value | None:
     node.inputs |= {"add1": a, "add1_second": b}
     f.take(node, total)
     return node.out
-
-
-def _reaches(f: Fusing, value: Value, node: Node) -> bool:
-    """Whether a value depends on another result of a node."""
-    others, stack, seen = set(node.outputs.values()), [value], set()
-    while stack:
-        v = stack.pop()
-        if v in others:
-            return True
-        maker = f.maker(v)
-        if maker is not None and maker not in seen:
-            seen.add(maker)
-            stack.extend(maker.inputs.values())
-    return False
 
 
 def skip_dx(f: Fusing, node: Node) -> Value | None:

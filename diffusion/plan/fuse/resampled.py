@@ -5,11 +5,17 @@ from .norms import NORM_DX
 from .rewrite import HALF, Fusing
 
 
-def conv_down(f: Fusing, node: Node) -> Value | None:
-    """A 3x3 convolution that halves the image"""
-    if not f.halves_image(node, node.inputs["x"]) or "bias" not in node.inputs:
+def halved(f: Fusing, node: Node) -> Value | None:
+    """A 3x3 convolution that halves the image, with zeros around it or behind it, or the input
+    gradient of one"""
+    is_grad, a = node.op == "conv_dx", node.attrs
+    _, h, w, _ = (node.out if is_grad else node.inputs["x"]).shape
+    known = a["stride"] == HALF and a["padding"] in ((1, 1, 1, 1), (0, 1, 0, 1))
+    if not known or node.inputs["weight"].shape[2:] != (3, 3) or h % 2 or w % 2:
         return None
-    node.op, node.attrs = "conv_down", {"padding": node.attrs["padding"][0]}
+    if f.is_exact(node.out) or not (is_grad or "bias" in node.inputs):
+        return None
+    node.op, node.attrs = "conv_down_dx" if is_grad else "conv_down", {"padding": a["padding"][0]}
     return node.out
 
 
@@ -53,8 +59,7 @@ def conv_upsampled(f: Fusing, node: Node) -> Value | None:
     co, ci, *size = weight.shape
     if size != [3, 3] or not f.serves_upsampled(small, (ci - second, second), co):
         return None
-    cast = f.maker(weight, "cast")  # filters are sums of taps of the float32 ones
-    exact = weight if cast is None else cast.inputs["x"]
+    exact = f.uncast(weight)  # filters are sums of taps of the float32 ones
     sums, others = (16, co, ci - second), (co, second, 3, 3)
     specs = {"taps": (sums, weight.dtype), "rest": (others, weight.dtype)}
     attrs = {"channels": ci - second, "dtype": weight.dtype}
@@ -75,26 +80,6 @@ def pool_grad(f: Fusing, node: Node) -> Value | None:
     node.op, node.attrs, node.inputs = "avg_pool_grad", {}, {"dy": quarter.inputs["x"]}
     f.take(node)
     return node.out
-
-
-def down_dx(f: Fusing, node: Node) -> Value | None:
-    """The input gradient of a convolution that halves the image"""
-    if not f.halves_image(node, node.out):
-        return None
-    node.op, node.attrs = "conv_down_dx", {"padding": node.attrs["padding"][0]}
-    return node.out
-
-
-def added_resampled(f: Fusing, node: Node) -> Value | None:
-    """What other consumers send is added by what resamples the gradient"""
-    for dx, other in f.summands(node):
-        made = f.maker(dx, "avg_pool_grad", "conv_down_dx")
-        if made is None or "add" in made.inputs or f.reader(dx, "add") is not node:
-            continue
-        made.inputs["add"] = other
-        f.write(made, node.out, node)
-        return node.out
-    return None
 
 
 def pooled_dx(f: Fusing, node: Node) -> Value | None:
@@ -144,9 +129,7 @@ def small_plain_grad(f: Fusing, node: Node) -> Value | None:
     grad = f.maker(node.inputs["x"], "conv_dx")
     if grad is None or node.attrs["window"] != HALF or f.reader(grad.out, "sum_pool") is not node:
         return None
-    weight = grad.inputs["weight"]
-    cast = f.maker(weight, "cast")
-    exact = weight if cast is None else cast.inputs["x"]
+    exact = f.uncast(grad.inputs["weight"])
     filters = [n for n in f.made_by("upsampled_filters") if n.inputs["weight"] is exact]
     if not filters:
         return None

@@ -24,11 +24,7 @@ class Row:
     # both at commit aca892e where nothing else is said; figures of an H100 are of commit 3a802e1,
     # those of ddpm_cifar10 of f52b7f1
     earns: str
-    when: tuple[str, ...] = ("train", "sample")  # and "step": rows of "train" apply there, too
-
-    def applies(self, mode: str) -> bool:
-        """Whether it is for such plans."""
-        return mode in self.when or mode == "step" and "train" in self.when
+    when: tuple[str, ...] = ("train", "step", "sample")  # the plans that it is for
 
 
 On = tuple[Kernels, Device]  # what is launched, and where
@@ -91,15 +87,6 @@ class Fusing:
         specs = {op: upsampled_spec(meta, *channels, co, grad=grad) for op, grad in asked.items()}
         return all(kernels.OPS[op].why_apart(spec, gpu) is None for op, spec in specs.items())
 
-    def halves_image(self, node: Node, image: Value) -> bool:
-        """Whether kernels have this convolution of an image, or its gradient, with stride 2: of 3x3
-        filters, with zeros around the image or behind it."""
-        _, h, w, _ = image.shape
-        known = node.attrs["padding"] in ((1, 1, 1, 1), (0, 1, 0, 1))
-        known = known and node.inputs["weight"].shape[2:] == (3, 3)
-        even = h % 2 == w % 2 == 0
-        return node.attrs["stride"] == HALF and known and even and not self.is_exact(node.out)
-
     def made_by(self, op: str) -> list[Node]:
         """The nodes of an op, of the other pass too."""
         nodes = dict.fromkeys(self._made.values())
@@ -111,6 +98,11 @@ class Fusing:
         if node is None or node in self.gone or value not in node.outputs.values():
             return None
         return node if not ops or node.op in ops else None
+
+    def uncast(self, value: Value) -> Value:
+        """What a cast makes the value of, or the value itself."""
+        cast = self.maker(value, "cast")
+        return value if cast is None else cast.inputs["x"]
 
     def readers(self, value: Value) -> list[Node | None]:
         """The nodes that read a value, each once; None stands for the caller of the graph."""

@@ -79,7 +79,7 @@ def _apply(
     kernels: On | None = None,
 ) -> None:
     for row in rows:
-        if not row.applies(mode) or row.name in _left_out:
+        if mode not in row.when or row.name in _left_out:
             continue
         f = Fusing(graph, mode, tf32, kernels, before)
         for node in list(graph.nodes):
