@@ -145,11 +145,9 @@ OF_CASTS = (
     "added behind a norm over channels",
     "a norm over channels in two types",
     "concatenations as they are read",
-    "operands of a sum widened by PyTorch",
-    "parts read where they lie",
     "parts cast where they are read",
     "operands widened by PyTorch",
-    "channels read where they lie",
+    "parts read where they lie",
 )
 # those, of attention as others write it, and of channels that kernels want padded
 IN_NONE = {

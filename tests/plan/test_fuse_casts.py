@@ -43,9 +43,7 @@ def test_a_network_in_two_types(rows):
     assert same(results, expected)
     assert len(planned.graph.nodes) < len(before.graph.nodes) or rows[0] in (
         "parts cast where they are read",  # of which it is what the next reads
-        "operands of a sum widened by PyTorch",
-        "parts read where they lie",
-        "channels read where they lie",  # which are nodes, but no copies
+        "parts read where they lie",  # which are nodes, but no copies
     )
 
 

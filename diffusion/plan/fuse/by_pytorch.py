@@ -2,8 +2,9 @@
 because its kernels read and write any type and any steps through memory."""
 
 from ..graph import Node, Value
-from .rewrite import Fusing
+from .rewrite import Fusing, Row
 
+WHEN = ("train", "sample")  # not in a step, whose gradients have places
 _READERS = ("act", "add", "affine", "cast", "cat", "mul", "sum")  # of rows that lie apart
 
 
@@ -22,7 +23,7 @@ def cast_of_parts(f: Fusing, node: Node) -> Value | None:
     return node.out
 
 
-def widened_operand(f: Fusing, node: Node) -> Value | None:
+def _widened_operand(f: Fusing, node: Node) -> Value | None:
     """A sum or product of two types is in the wider one, whichever its operands have"""
     for role, other in (("a", "b"), ("b", "a")):
         cast = f.maker(node.inputs[role], "cast")
@@ -44,7 +45,7 @@ def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
     return node.out
 
 
-def part_where_it_lies(f: Fusing, node: Node) -> Value | None:
+def _part_where_it_lies(f: Fusing, node: Node) -> Value | None:
     """Channels that PyTorch alone reads are no copy"""
     readers = f.readers(node.out)
     if node.attrs["axis"] != len(node.out.shape) - 1:
@@ -54,3 +55,15 @@ def part_where_it_lies(f: Fusing, node: Node) -> Value | None:
     node.op, node.attrs = "columns", {end: node.attrs[end] for end in ("start", "stop")}
     f.take(node)
     return node.out
+
+
+# of both passes
+WIDENED = Row(
+    "operands widened by PyTorch", ("add", "mul"), _widened_operand,
+    "2.0 % of a pass of denoising_diffusion at 64 images (predicted, H100)", WHEN
+)  # fmt: skip
+WHERE_IT_LIES = Row(
+    "parts read where they lie", ("slice",), _part_where_it_lies,
+    "2.7 % of a pass of denoising_diffusion at 64 images, 9.4 % of an evaluation of"
+    " stable_diffusion at 4 (predicted, H100)", WHEN
+)  # fmt: skip
