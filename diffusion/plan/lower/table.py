@@ -11,7 +11,6 @@ not at its default.
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,27 +19,16 @@ from ..graph import Graph, PlanError, Value
 from ..views import View, Views
 
 LOWERINGS: dict[str, Callable] = {}
+_KNOWN: dict[Callable, tuple[str, ...]] = {}
 
 
-@dataclass(frozen=True)
-class _Row:
-    """What a lowering understands besides its parameters."""
-
-    known: tuple[str, ...] = ()  # arguments that the trace's result has answered
-    only: dict[str, Any] = field(default_factory=dict)  # and those without a default, at one value
-
-
-_ROWS: dict[Callable, _Row] = {}
-
-
-def lowers(
-    *names: str, known: tuple[str, ...] = (), only: dict[str, Any] | None = None
-) -> Callable[[Callable], Callable]:
-    """Decorator of the lowering of these ops of aten; `known` and `only` as in `_Row`."""
+def lowers(*names: str, known: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """Decorator of the lowering of these ops of aten; of arguments that are `known` the trace's
+    result has the answer."""
 
     def register(function: Callable) -> Callable:
         LOWERINGS.update(dict.fromkeys(names, function))
-        _ROWS[function] = _Row(known, only or {})
+        _KNOWN[function] = known
         return function
 
     return register
@@ -95,7 +83,7 @@ def understood(
     if any(p.kind is p.VAR_KEYWORD or p.kind is p.VAR_POSITIONAL for p in parameters):
         return list(args), kwargs  # a call that stays PyTorch's
     names = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    row, places, named = _ROWS[function], [], {}
+    known, places, named = _KNOWN[function], [], {}
     for i, argument in enumerate(low.target._schema.arguments):
         name = argument.name
         if i >= len(args) and name not in kwargs:
@@ -103,10 +91,10 @@ def understood(
         value = args[i] if i < len(args) else kwargs[name]
         if name in names:
             named[name] = value
-        elif name in row.known:
+        elif name in known:
             continue
-        elif name in row.only or argument.kwarg_only or len(places) == len(parameters) - len(names):
-            if not _is(value, row.only.get(name, argument.default_value)):
+        elif argument.kwarg_only or len(places) == len(parameters) - len(names):
+            if not _is(value, argument.default_value):
                 raise low.refuse(f"with {name}" + ("" if isinstance(value, View) else f"={value}"))
         else:
             places.append(value)
