@@ -7,13 +7,13 @@ A node is launched as soon as what it reads is known:
     anything else                       in every call
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from .build import Plan
 from .execute import Streams, run, run_moves
-from .graph import Node, Value
+from .graph import Value, made_of
 from .launch.table import Launcher, filters
 
 
@@ -34,7 +34,8 @@ class Evaluation:
         read = {value for node in rest for value in node.inputs.values()}
         found = _of_parameters(made, parameters, launch, {} if known is None else known)
         self.values = {value: x for value, x in found.items() if value in read}
-        self.parts = {value: _reading(rest, self.values, value) for value in shared}
+        # what depends on a shared input and on what is known, and on nothing else
+        self.parts = {value: list(made_of({*self.values, value}, rest)) for value in shared}
         before = fixed.union(*self.parts.values())
         self.moves = [move for move in made.schedule.forward if not before.issuperset(move.nodes)]
         self.streams = Streams(next(iter(parameters.values())).device, others=0)
@@ -72,14 +73,3 @@ def _of_parameters(
                 known[keys[value]] = filters(tensor) if tensor.ndim == 4 else tensor
         values |= {value: known[keys[value]] for value in node.outputs.values()}
     return values
-
-
-def _reading(nodes: Sequence[Node], known: Collection[Value], given: Value) -> list[Node]:
-    """Those that depend on this input and on what is known, and on nothing else."""
-    there, found = {*known, given}, []
-    for node in nodes:
-        values = node.inputs.values()
-        if all(value in there for value in values) and any(value not in known for value in values):
-            there.update(node.outputs.values())
-            found.append(node)
-    return found

@@ -131,6 +131,16 @@ def many(inputs: Mapping[str, Any], role: str) -> list[Any]:
     return [v for k, v in inputs.items() if k.startswith(role) and k[len(role) :].isdigit()]
 
 
+def made_of(values: Iterable[Value], nodes: Iterable[Node]) -> dict[Node, None]:
+    """The nodes that read these values alone, or what is made of them alone, in their order."""
+    known, found = set(values), {}
+    for node in nodes:
+        if known.issuperset(node.inputs.values()):
+            known.update(node.outputs.values())
+            found[node] = None
+    return found
+
+
 def numbered(role: str, values: Iterable[Value]) -> dict[str, Value]:
     """Inputs of a node that takes any number."""
     return {f"{role}{i}": v for i, v in enumerate(values)}
@@ -212,6 +222,10 @@ class Graph:
         for value in self.outputs:
             readers.setdefault(value, []).append(None)
         return readers
+
+    def fixed(self, nodes: Iterable[Node]) -> dict[Node, None]:
+        """Those of parameters and constants alone, in their order."""
+        return made_of({*self.parameters.values(), *self.constants}, nodes)
 
     def substitute(self, new: dict[Value, Value]) -> None:
         """Let everybody who reads a key of `new` read its value; which may be a key, too."""

@@ -49,15 +49,4 @@ def schedule(
     """The schedule of a graph whose nodes these moves launch, in this order."""
     backward = on_streams(backward, listens) if backward else []
     let_go([*forward, *backward], {*graph.outputs, *kept})
-    return Schedule(forward, backward, set(fixed_nodes(graph, nodes_of(forward))), placed)
-
-
-def fixed_nodes(graph: Graph, forward: Sequence[Node]) -> dict[Node, None]:
-    """Those of parameters and constants alone, in their order."""
-    known = {*graph.parameters.values(), *graph.constants}
-    found = {}
-    for node in forward:
-        if all(value in known for value in node.inputs.values()):
-            known.update(node.outputs.values())
-            found[node] = None
-    return found
+    return Schedule(forward, backward, set(graph.fixed(nodes_of(forward))), placed)

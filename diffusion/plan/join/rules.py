@@ -29,7 +29,6 @@ from triton_kernels.runtime.device import Device
 
 from ..dry_run import nothing_launched
 from ..graph import Graph
-from ..schedule import fixed_nodes
 from .attention import attention
 from .conv import conv, linear
 from .norm import norm
@@ -58,7 +57,7 @@ def join(
 ) -> None:
     """Rewrite a forward pass in place, after `fuse`. The nodes are then launches on one stream;
     with `grid_sync` no other evaluation may run on the GPU at the same time."""
-    first = fixed_nodes(graph, graph.nodes)  # any node may look at its filters,
+    first = graph.fixed(graph.nodes)  # any node may look at its filters,
     for node in graph.nodes:  # and at parts of what there is
         if node.op == "columns" and node.inputs["x"] in graph.inputs:
             first[node] = None

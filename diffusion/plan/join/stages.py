@@ -23,7 +23,6 @@ from triton_kernels.runtime.device import Device
 from ..dry_run import DryRun, nothing_launched
 from ..graph import Graph, PlanError
 from ..launch.table import launcher_of
-from ..schedule import fixed_nodes
 from .film import films
 from .stage_rules import RULES
 from .stage_state import Stages
@@ -45,7 +44,7 @@ def stages(
     """Rewrite the graph in place. Its last input is new: which row of the table all samples take,
     int64 [1], or None where each has its own. The nodes do for any number of samples and positions.
     PlanError: the kernels have no place for something, and which line of the module it is."""
-    fixed = list(fixed_nodes(graph, graph.nodes))
+    fixed = graph.fixed(graph.nodes)
     found = films(graph, graph.inputs[1:], dtype, tf32)
     work = Stages(graph, found, parameters, gpu, dtype, tf32)
     for node in list(graph.nodes):
@@ -65,7 +64,7 @@ def _dry_run(graph: Graph, parameters: dict, launch) -> None:
     """Drop what is not made, and decide from how many samples on a layer is two launches."""
     dry = DryRun(graph, parameters, launch)
     weights = [node for node in graph.nodes if node.op == "stage_weights"]
-    before = fixed_nodes(graph, graph.nodes)
+    before = graph.fixed(graph.nodes)
     for node in before:
         dry(node)
     copies = [node.outputs["by_tap"] for node in weights]
