@@ -18,7 +18,7 @@ from triton_kernels.runtime.device import describe, on_gpu
 from ..models.layers import Layer
 from ..runtime.backend import ready_kernels
 from ..runtime.precompile import compile_recorded, compiles_ahead
-from .build import Plan, plan
+from .build import Plan, plan, states_of
 from .compile_ahead import launches_of
 from .graph import PlanError
 from .numbers_as_tensors import are_tensors
@@ -109,7 +109,7 @@ class Accelerated(nn.Module):
         """What a plan makes of arguments as `plan_of` gives them."""
         inputs = made.traced.leaves(args, kwargs)
         with _MODULES:
-            tensors = self._states()
+            tensors = states_of(self.module)
         written = made.traced.written
         parameters = [
             tensors[name].clone() if name in written else tensors[name]
@@ -189,16 +189,12 @@ class Accelerated(nn.Module):
 
     def _compile(self, made: Plan, device: torch.device, args: tuple, kwargs: dict) -> None:
         """Have many processes compile what the plan launches."""
-        states = self._states()
+        states = states_of(self.module)
         tensors = [*made.traced.leaves(args, kwargs), *map(states.get, made.graph.parameters)]
         try:
             compile_recorded(lambda: launches_of(made, tensors, describe(device)), device)
         except Exception as error:  # of what has been recorded or written: nothing depends on it
             log.info("kernels are compiled at their first launch, one at a time: %s", error)
-
-    def _states(self) -> dict[str, Tensor]:
-        """The module's parameters and buffers."""
-        return dict(self.module.named_parameters()) | dict(self.module.named_buffers())
 
     def _made(self, device: torch.device, args: tuple, kwargs: dict[str, Any]) -> Plan:
         gradients = torch.is_grad_enabled()

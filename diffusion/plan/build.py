@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from triton_kernels.runtime.device import Device
 
@@ -60,6 +60,19 @@ class Plan:
         return found
 
 
+def evaluated(traced: Traced) -> Plan:
+    """The plan of a forward pass alone, whose nodes are in order."""
+    graph = traced.graph
+    made = schedule(graph, forward_moves(graph.nodes))
+    graph.rename()
+    return Plan(traced, made, None)
+
+
+def states_of(module: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers."""
+    return dict(module.named_parameters()) | dict(module.named_buffers())
+
+
 def _multiplies_float32(node: Node) -> bool:
     """Whether its operands, of which it reads one first, have 32 bits."""
     return next(iter(node.inputs.values())).dtype == torch.float32 if node.inputs else False
@@ -98,20 +111,18 @@ def plan(
     backward = differentiate(graph, wanted) if wanted else None
     fuse(graph, backward, tf32[0], kernels)
     graph.check(() if backward is None else backward.seeds.values())
-    parameters = dict(module.named_parameters()) | dict(module.named_buffers())
     if kernels is not None and backward is None and _multiplies_low(graph, tf32):
-        join(graph, parameters, *kernels, grid_sync=False)
+        join(graph, states_of(module), *kernels, grid_sync=False)
     fewer = casts_together(graph)
     for node in graph.nodes:
         is_image = node.op.startswith("conv") or len(node.out.shape) == 4
         allowed = tf32[0] if is_image and "attention" not in node.op else tf32[1]
         node.tf32 = allowed or not _multiplies_float32(node)
     if backward is None:
-        made = schedule(graph, forward_moves(graph.nodes))
-    else:
-        start = backward.start - fewer
-        moves = forward_moves(graph.nodes[:start]), backward_moves(graph.nodes[start:])
-        made = schedule(graph, *moves, backward.grads.values())
+        return evaluated(traced)
+    start = backward.start - fewer
+    moves = forward_moves(graph.nodes[:start]), backward_moves(graph.nodes[start:])
+    made = schedule(graph, *moves, backward.grads.values())
     graph.nodes = made.nodes
     graph.rename()
     return Plan(traced, made, backward)

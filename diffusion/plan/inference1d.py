@@ -18,13 +18,11 @@ from triton_kernels import fused_ops
 from triton_kernels.runtime.device import Device, describe
 
 from ..models.unet1d import UNet1d
-from .build import Plan
+from .build import Plan, evaluated, states_of
 from .evaluation import Evaluation
 from .graph import Node, PlanError, Value
 from .join.stages import MAX_LENGTH, stages
 from .launch.table import launcher_of
-from .order import forward_moves
-from .schedule import schedule
 from .trace import trace
 
 log = logging.getLogger(__name__)
@@ -71,16 +69,14 @@ def real_time_plan(
     emb = graph.inputs[1]
     stages(
         graph,
-        dict(model.named_parameters()) | dict(model.named_buffers()),
+        states_of(model),
         kernels,
         gpu,
         dtype=backend.dtype,
         tf32=backend.allow_tf32,
     )
-    made = schedule(graph, forward_moves(graph.nodes))
-    graph.rename()
     graph.why = {node.out: _why(node, emb) for node in graph.nodes}
-    return Plan(traced, made, None)
+    return evaluated(traced)
 
 
 def _why(node: Node, emb: Value) -> list[str]:
@@ -110,9 +106,9 @@ class InferenceUNet1d:
         gpu = describe(device) if gpu is None else gpu
         made = real_time_plan(model, 2, 4 * model.factor, kernels, gpu)
         self.image, self.emb, *self.cond, self.row = made.graph.inputs
-        state = dict(model.named_parameters()) | dict(model.named_buffers())
+        states = states_of(model)
         parameters = {
-            name: state[name]
+            name: states[name]
             .detach()
             .to(self.emb.dtype, memory_format=torch.contiguous_format, copy=True)
             for name in made.graph.parameters

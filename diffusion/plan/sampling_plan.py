@@ -10,15 +10,13 @@ from triton_kernels.runtime.device import Device, describe
 from ..models.blocks import CrossAttentionBlock
 from ..models.conditions import Conditions
 from ..models.unet import UNet
-from .build import Plan
+from .build import Plan, evaluated, states_of
 from .embedding import linears, projection_columns, projections
 from .fuse.rows import fuse, prepare
 from .graph import Graph, Value
 from .join.rules import join
 from .norms import split_norms
-from .order import forward_moves
 from .rounding import round_where_made
-from .schedule import schedule
 from .trace import trace
 
 
@@ -63,18 +61,14 @@ def sampling_plan(
     graph.inputs = [image, emb, *beside]
     graph.prune()
     gpu = describe(device) if gpu is None else gpu
-    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
     tf32 = model.backend.allow_tf32 or model.backend.dtype != torch.float32
-    join(graph, parameters, kernels, gpu, tf32=tf32)
+    join(graph, states_of(model), kernels, gpu, tf32=tf32)
     round_where_made(graph, kernels)
     graph.inputs.append(_zeros(graph))
     graph.check()
     for node in graph.nodes:
         node.tf32 = tf32
-    made = schedule(graph, forward_moves(graph.nodes))
-    graph.nodes = made.nodes
-    graph.rename()
-    return Plan(traced, made, None)
+    return evaluated(traced)
 
 
 def _cut_image(graph: Graph) -> Value:
