@@ -5,7 +5,7 @@ import pytest
 from diffusion.plan.moves import MAIN, SECOND, THIRD
 from diffusion.plan.printed.kernels import Launched
 from diffusion.plan.printed.page import Line, Page
-from diffusion.plan.printed.timeline import _family, _images, _passes, draw, times
+from diffusion.plan.printed.timeline import _family, _runs, draw, times
 from triton_kernels.registry.chips import chip
 
 
@@ -42,8 +42,8 @@ def test_times():
 def test_spans():
     """Of neighbours on the main stream: a norm between two images of one size parts nothing."""
     spans = times(PAGE)
-    assert list(_passes(PAGE, spans)) == [("forward", (0, 35)), ("backward", (35, 72))]
-    assert list(_images(PAGE, spans)) == [("8x8", (0, 35)), ("4x4", (35, 72))]
+    assert list(_runs(PAGE, spans, "pass_")) == [("forward", (0, 35)), ("backward", (35, 72))]
+    assert list(_runs(PAGE, spans, "image")) == [("8x8", (0, 35)), ("4x4", (35, 72))]
 
 
 @pytest.mark.parametrize(

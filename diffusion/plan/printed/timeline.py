@@ -75,8 +75,8 @@ def draw(page: Page, path: Path, title: str = "") -> None:
             edgecolor=["white" if length > _SHORT * end else colour for length in lengths],
             linewidth=0.3,
         )
-    _write_spans(axes, _passes(page, spans), -0.95, scale, end, weight="bold")
-    _write_spans(axes, _images(page, spans), -0.6, scale, end, color="0.35", fontsize=8)
+    _write_spans(axes, _runs(page, spans, "pass_"), -0.95, scale, end, weight="bold")
+    _write_spans(axes, _runs(page, spans, "image"), -0.6, scale, end, color="0.35", fontsize=8)
     axes.set_ylim(len(used) - 0.4, -1.15)
     axes.set_xlim(0, 1.005 * scale * end)
     axes.set_yticks(range(len(used)), [_STREAMS[stream] for stream in used])
@@ -128,20 +128,15 @@ def _family(line: Line) -> str:
 # --- what is written over the bars ----------------------------------------------------------------
 
 
-def _passes(page: Page, spans: Sequence[Span]) -> Iterator[tuple[str, Span]]:
-    """When the main stream is in which pass."""
-    return _runs([(line, line.pass_, s) for line, s in zip(page.lines, spans, strict=True)])
-
-
-def _images(page: Page, spans: Sequence[Span]) -> Iterator[tuple[str, Span]]:
-    """When the main stream is at images of which size."""
-    return _runs([(line, line.image, s) for line, s in zip(page.lines, spans, strict=True)])
-
-
-def _runs(lines: Sequence[tuple[Line, str, Span]]) -> Iterator[tuple[str, Span]]:
-    """Each name of neighbours on the main stream, and from where to where they are."""
-    main = [(name, s) for line, name, s in lines if line.stream == MAIN and not _is_skipped(line)]
-    for name, run in groupby((pair for pair in main if pair[0]), key=lambda pair: pair[0]):
+def _runs(page: Page, spans: Sequence[Span], what: str) -> Iterator[tuple[str, Span]]:
+    """When the main stream is in which pass, or at images of which size: what neighbours have in
+    common, and from where to where they are."""
+    pairs = [
+        (name, span)
+        for line, span in zip(page.lines, spans, strict=True)
+        if line.stream == MAIN and not _is_skipped(line) and (name := getattr(line, what))
+    ]
+    for name, run in groupby(pairs, key=lambda pair: pair[0]):
         (_, first), *rest = run
         yield name, (first[0], rest[-1][1][1] if rest else first[1])
 
