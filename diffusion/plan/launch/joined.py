@@ -9,13 +9,7 @@ from triton_kernels.conv.upsampled import UpsampledFilters
 
 from ..graph import many
 from .norms import film
-from .table import Inputs, bias_of, extra, filters, launches, rounding
-
-
-def _terms(given: Inputs) -> dict:
-    """What is added in an epilogue, beside the bias."""
-    terms = {role: given.get(role) for role in ("emb", "residual", "extra_bias")}
-    return terms | {"extra": extra(given)}
+from .table import Inputs, bias_of, extra, filters, launches, rounding, terms
 
 
 def _conv(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,10 +28,10 @@ def _rows(given: Inputs) -> Tensor:  # [CO, CI]
 
 @launches("conv_few")
 def _conv_few(run, node, given):
-    terms = {key: value for key, value in _terms(given).items() if value is not None}
-    terms |= {"width": node.attrs["width"]} if "width" in node.attrs else {}
-    terms |= {"stats": "partials" in node.outputs} | rounding(node)
-    y, partials = run.kernels.conv_few(*_conv(given), **terms)
+    options = {key: value for key, value in terms(given).items() if value is not None}
+    options |= {"width": node.attrs["width"]} if "width" in node.attrs else {}
+    options |= {"stats": "partials" in node.outputs} | rounding(node)
+    y, partials = run.kernels.conv_few(*_conv(given), **options)
     return {next(iter(node.outputs)): y.view(node.out.shape), "partials": partials}
 
 
@@ -50,12 +44,12 @@ def _conv_split(run, node, given):
 def _split(node, given: Inputs, prefix: str = "", shape=None) -> SplitConv:
     y = node.outputs.get("y")
     roles = ("bias", "extra_bias", "emb", "residual")
-    terms = {role: given.get(f"{prefix}{role}") for role in roles}
+    added = {role: given.get(f"{prefix}{role}") for role in roles}
     parts = given["parts"]
-    if terms["bias"] is None:
-        terms["bias"] = torch.zeros(parts.shape[2], device=parts.device)
+    if added["bias"] is None:
+        added["bias"] = torch.zeros(parts.shape[2], device=parts.device)
     dtype = node.out.dtype if y is None else y.dtype
-    return SplitConv(parts, node.attrs.get("shape") or y.shape, dtype, **terms)
+    return SplitConv(parts, node.attrs.get("shape") or y.shape, dtype, **added)
 
 
 @launches("sum_parts")
@@ -109,7 +103,7 @@ def _next_norm(node, given: Inputs) -> NextNorm:
 @launches("conv_norm")
 def _conv_norm(run, node, given):
     then = _next_norm(node, given)
-    y, partials, a = run.kernels.conv_norm(*_conv(given), then, **_terms(given), x2=given.get("x2"))
+    y, partials, a = run.kernels.conv_norm(*_conv(given), then, **terms(given), x2=given.get("x2"))
     return {"a": a, "y": y, "partials": partials}
 
 
@@ -130,7 +124,7 @@ def _conv_norm_grid_sync(run, node, given):
     then = _next_norm(node, given)
     options = {"x2": given["x2"]} if "x2" in given else {}
     y, partials, a = run.kernels.conv_norm_grid_sync(
-        *_conv(given), then, **_terms(given), **options, zeros=take
+        *_conv(given), then, **terms(given), **options, zeros=take
     )
     if "words" not in node.attrs:
         node.attrs["count"] = sum(taken)
@@ -141,7 +135,7 @@ def _conv_norm_grid_sync(run, node, given):
 def _norm_conv(run, node, given):
     x, *weight = _conv(given)
     norm = given["partials0"], *_norm_of(node, given)
-    y, partials = run.kernels.norm_conv(x, *norm, *weight, **film(given), **_terms(given))
+    y, partials = run.kernels.norm_conv(x, *norm, *weight, **film(given), **terms(given))
     return {next(iter(node.outputs)): y, "partials": partials}
 
 

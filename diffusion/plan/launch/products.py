@@ -12,11 +12,11 @@ from .table import (
     Launcher,
     as_filters,
     bias_of,
-    extra,
     filters,
     launches,
     mask_of,
     rounding,
+    terms,
 )
 
 # --- convolutions and linear layers ---------------------------------------------------------------
@@ -70,10 +70,7 @@ def _conv_fused(run, node, given):
         given["x"],
         filters(given["weight"]),
         bias_of(given),
-        emb=given.get("emb"),
-        residual=given.get("residual"),
-        extra=extra(given),
-        extra_bias=given.get("extra_bias"),
+        **terms(given),
         stats="partials" in node.outputs,
         width=node.attrs.get("width"),
     )

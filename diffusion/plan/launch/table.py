@@ -174,6 +174,12 @@ def extra(given: Inputs) -> tuple[tuple[Tensor, Tensor], ...]:
     return tuple(zip(many(given, "extra"), many(given, "columns"), strict=True))
 
 
+def terms(given: Inputs) -> dict[str, Any]:
+    """What is added in an epilogue, beside the bias."""
+    found = {role: given.get(role) for role in ("emb", "residual", "extra_bias")}
+    return found | {"extra": extra(given)}
+
+
 def rounding(node: Node) -> dict[str, bool]:
     """What kernels in TF32 are told of q, k and v that are rounded where they are made: whether
     this node is to round its result, or what it reads is rounded (`plan.rounding`)."""
