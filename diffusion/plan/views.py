@@ -152,6 +152,12 @@ def refined(a: Dim, b: Dim) -> list[tuple[int, int, int]] | None:
     return cuts[::-1]
 
 
+def _cuts(a: View, b: View) -> list[tuple[int, int, int]] | None:
+    """`refined`, of each of their dimensions."""
+    cuts = [refined(x, y) for x, y in zip(a.dims, b.dims, strict=True)]
+    return None if None in cuts else [cut for dim in cuts for cut in dim]
+
+
 class Views:
     """What turns views into values of a graph, each copy once."""
 
@@ -212,14 +218,12 @@ class Views:
         """Two views of one shape, where b may have length 1: a, owned, and b as a value that can be
         added to a's value."""
         a = self.owned(a)
-        cuts = [refined(x, y) for x, y in zip(a.dims, b.dims, strict=True)]
-        if any(cut is None for cut in cuts) or any(s == 0 for _, s in a.pieces):
+        if any(step == 0 for _, step in a.pieces) or (cuts := _cuts(a, b)) is None:
             a = whole(self.gather(a))
-            cuts = [refined(x, y) for x, y in zip(a.dims, b.dims, strict=True)]
-            if any(cut is None for cut in cuts):
+            if (cuts := _cuts(a, b)) is None:
                 b = whole(self.gather(b))
-                cuts = [refined(x, y) for x, y in zip(a.dims, b.dims, strict=True)]
-        flat = sorted((cut for dim in cuts for cut in dim), key=lambda cut: -cut[1])
+                cuts = _cuts(a, b)
+        flat = sorted(cuts, key=lambda cut: -cut[1])
         shape, pieces = [], []
         for n in a.value.shape:
             axis: list[tuple[int, int, int]] = []
