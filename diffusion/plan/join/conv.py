@@ -141,13 +141,13 @@ def _norm_conv(j: Joining, node: Node, norm: Node) -> bool:
     h, w = norm.out.shape[1:3]
     if any(pixels != h * w for pixels in norm.attrs["pixels"]) or j.others_read(norm.out, node):
         return False
+    if "partials" not in node.outputs or "width" in node.attrs:
+        return False
     two = "x1" in norm.inputs
     return _norm_conv_of_two(j, node, norm) if two else _norm_conv_of_one(j, node, norm)
 
 
 def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
-    if "partials" not in node.outputs or "width" in node.attrs:
-        return False
     inputs = dict(node.inputs)
     for role in ("extra0", "extra1"):  # what is added may be upsampled there, too
         if up := j.late(inputs.get(role), "upsample"):
@@ -166,8 +166,7 @@ def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
 
 
 def _norm_conv_of_two(j: Joining, node: Node, norm: Node) -> bool:
-    film = any(role in norm.inputs for role in ("scale", "shift"))
-    if "partials" not in node.outputs or "width" in node.attrs or film:
+    if "scale" in norm.inputs or "shift" in norm.inputs:
         return False
     spec = j.spec(
         node,
