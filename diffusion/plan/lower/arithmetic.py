@@ -75,17 +75,8 @@ def _affine(low: Lowering, x: View, scale: float, offset: float) -> View:
 
 
 def _power(low: Lowering, x: View, exponent: float) -> View:
-    x = to(low, x)
-    y = low.make(
-        "arith",
-        {"x0": x.value},
-        x.value.shape,
-        x.value.dtype,
-        target=torch.ops.aten.pow.Tensor_Scalar,
-        arguments=(0, ("number", exponent)),
-        options={},
-    )
-    return View(y, x.dims, x.offset)
+    attrs = {"target": torch.ops.aten.pow.Tensor_Scalar, "options": {}}
+    return each(low, "arith", to(low, x), "x0", arguments=(0, ("number", exponent)), **attrs)
 
 
 def _two(low: Lowering, op: str, a: View, b: View, dtype: torch.dtype) -> View:

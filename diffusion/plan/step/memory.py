@@ -7,6 +7,7 @@
 - dx overwrites dz, or a summand that nothing else reads.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ..graph import Graph, Node, Value
@@ -104,10 +105,7 @@ def _small_weight_grads(
 
 def write_over(backward: Sequence[Node], kept: set[Value]) -> None:
     """Say of each launch that writes dx over what, in place."""
-    readers: dict[Value, int] = {}
-    for node in backward:
-        for value in node.inputs.values():
-            readers[value] = readers.get(value, 0) + 1
+    readers = Counter(value for node in backward for value in node.inputs.values())
     made = {value for node in backward for value in node.outputs.values()}
     for node in backward:
         if node.op != "norm_backward":
