@@ -19,13 +19,13 @@ from triton_kernels import reference
 
 from ..models.layers import Layer
 from .canonical import canonicalise
-from .draws import is_draw
 from .graph import Graph, PlanError
 from .lower import attention_by_hand, by_pytorch, layers, shapes  # noqa: F401  they fill the table
 from .lower.arithmetic import draw, function, is_function
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood
 from .reads import Reads, reads_of
+from .record.draws import is_draw
 from .record.kept import refuse_kept
 from .record.record import record
 from .record.recording import Call, Recording

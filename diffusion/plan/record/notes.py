@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..draws import is_draw
 from ..graph import PlanError
+from .draws import is_draw
 from .lines import Lines
 from .recording import Call, Recording
 from .results import known_result

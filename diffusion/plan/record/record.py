@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import stateless
 
-from ..draws import refused, states
 from ..graph import PlanError
 from ..trees import flatten
+from .draws import refused, states
 from .functions import ByDevice, Functions, casts
 from .kept import left_in
 from .module import (

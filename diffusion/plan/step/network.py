@@ -23,8 +23,8 @@ from ..execute import Streams, run_moves
 from ..graph import Value
 from ..launch.table import Launcher
 from ..moves import Move
-from ..places import EMB
 from .others import TrainingNetwork
+from .places import EMB
 from .plan import StepPlan, step_plan
 
 DTYPES = (torch.bfloat16, torch.float16)

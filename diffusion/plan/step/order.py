@@ -29,7 +29,7 @@ from ..graph import Node, Value
 from ..moves import Move
 from ..ops import FREE, WEIGHT_GRADS
 from ..order import GROUP, readers_of
-from ..places import EMB, Place
+from .places import EMB, Place
 
 SHARE = 0.5  # of the multiprocessors: see docs/tried.md
 GROUP_BYTES = 192 * 2**20

@@ -21,12 +21,12 @@ from ..embedding import projection_columns, projections
 from ..fuse.rows import fuse, prepare
 from ..graph import Graph, Node, Value
 from ..norms import split_norms
-from ..places import EMB, Place, place
 from ..rounding import round_where_made
 from ..schedule import Schedule, schedule
 from ..trace import trace
 from .memory import keep_less, write_over
 from .order import InStep, backward_moves, forward_moves
+from .places import EMB, Place, place
 
 _PRODUCTS = (  # whose weights are read as `FlatParameters.low` has them
     "conv", "conv_fused", "linear", "conv_down", "conv_dx", "linear_dx", "conv_down_dx",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .graph import Graph, Node, Value
+from ..graph import Graph, Node, Value
 
 EMB = "emb"  # the name of the gradient of the blocks' parts of the embedding, side by side
 _WRITERS = {  # of ops that write to a place: the results that they can write

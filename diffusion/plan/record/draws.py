@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .graph import PlanError
+from ..graph import PlanError
 
 
 def is_draw(op: torch._ops.OpOverload) -> bool:
