@@ -83,15 +83,6 @@ def _as_it_lies(low: Lowering, x: View) -> tuple[Value, list[int]]:
     return low.gather(x.permute(order)), order
 
 
-@lowers(
-    "upsample_bilinear2d", "upsample_bicubic2d", "_upsample_bilinear2d_aa",
-    "reflection_pad2d", "replication_pad2d", "_adaptive_avg_pool2d"
-)  # fmt: skip
-def _as_it_is(low, *args, **options):
-    """Of tensors as the module has them, which the framework's images are not: a copy."""
-    return arithmetic(low, *args, **options)
-
-
 @lowers("max_pool2d_with_indices")
 def _max_pool(low, x, *args):
     """The indices are another call: of several results PyTorch's autograd wants one that has
