@@ -29,30 +29,17 @@ def _arithmetic(low, a, b=-1, *, alpha=1, rounding_mode=None):
     name = "mul" if name == "neg" else name
     if name == "rsub":
         a, b, name = b, a, "sub"
-    if not isinstance(a, View) and name == "add":  # a number, and alpha times a tensor
-        return _affine(low, b, alpha, a)
-    if not isinstance(a, View) and name == "mul":
-        a, b = b, a
-    if isinstance(a, View) and isinstance(b, View):
-        if name == "div":
-            b, name = _power(low, b, -1), "mul"
-        if name == "sub":
-            b, alpha = b, -alpha
-        if alpha != 1:
-            b = _affine(low, b, alpha, 0)
+    alpha = -alpha if name == "sub" else alpha
+    if name == "div" and isinstance(b, View):
+        b, name = _power(low, b, -1), "mul"
+    if not isinstance(a, View):  # a number and a tensor
+        return _affine(low, b, a, 0) if name == "mul" else _affine(low, b, alpha, a)
+    if isinstance(b, View):
+        b = b if alpha == 1 else _affine(low, b, alpha, 0)
         return _two(low, "mul" if name == "mul" else "add", a, b, dtype)
-    if isinstance(a, View):
-        b = b * alpha if name in ("add", "sub") else b
-        scale, offset = {
-            "add": (1, b),
-            "sub": (1, -b),
-            "mul": (b, 0),
-            "div": (1 / b if b else math.copysign(math.inf, b), 0),
-        }[name]
-        return _affine(low, a, scale, offset)
-    if name == "sub":  # a number less a tensor
-        return _affine(low, b, -alpha, a)
-    return _affine(low, _power(low, b, -1), a, 0)
+    if name == "div":
+        b, name = 1 / b if b else math.copysign(math.inf, b), "mul"
+    return _affine(low, a, b, 0) if name == "mul" else _affine(low, a, 1, b * alpha)
 
 
 @lowers("addcmul")
