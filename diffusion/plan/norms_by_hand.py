@@ -156,11 +156,11 @@ def _reciprocal(value: Value, makers: Makers) -> _Root | None:
     if node.op == "affine" and node.attrs["offset"] == 0 and node.attrs["scale"] > 0:
         root = _reciprocal(node.inputs["x"], makers)
         return root and root.times(1 / node.attrs["scale"])
-    if _calls(node, _ATEN.rsqrt.default):
+    if calls(node, _ATEN.rsqrt.default):
         return _square_root(node.inputs["x0"], makers)
-    if _calls(node, _ATEN.reciprocal.default) or _calls(node, _ATEN.pow.Tensor_Scalar, -1):
+    if calls(node, _ATEN.reciprocal.default) or calls(node, _ATEN.pow.Tensor_Scalar, -1):
         return _root(node.inputs["x0"], makers)
-    if _calls(node, _ATEN.pow.Tensor_Scalar, -0.5):
+    if calls(node, _ATEN.pow.Tensor_Scalar, -0.5):
         return _square_root(node.inputs["x0"], makers)
     return None
 
@@ -182,7 +182,7 @@ def _root(value: Value, makers: Makers) -> _Root | None:
     if least := _least(node):
         root = _root(node.inputs["x0"], makers)
         return root and not root.squared and root.with_eps(least, "max") or None
-    if _calls(node, _ATEN.sqrt.default) or _calls(node, _ATEN.pow.Tensor_Scalar, 0.5):
+    if calls(node, _ATEN.sqrt.default) or calls(node, _ATEN.pow.Tensor_Scalar, 0.5):
         return _square_root(node.inputs["x0"], makers)
     if (x := _reduced(value, makers, _ATEN.linalg_vector_norm.default)) is not None:
         length = _axis_length(node)
@@ -219,13 +219,13 @@ def _squared(value: Value, makers: Makers) -> Value | None:
         return None
     if node.op == "mul" and _same(node.inputs["a"], node.inputs["b"], makers):
         return node.inputs["a"]
-    return node.inputs["x0"] if _calls(node, _ATEN.pow.Tensor_Scalar, 2) else None
+    return node.inputs["x0"] if calls(node, _ATEN.pow.Tensor_Scalar, 2) else None
 
 
 # --- calls of PyTorch -----------------------------------------------------------------------------
 
 
-def _calls(node: Node, target: Callable, *numbers: float) -> bool:
+def calls(node: Node, target: Callable, *numbers: float) -> bool:
     """Whether it is this op of one tensor and these numbers."""
     if node.op != "arith" or node.attrs["target"] != target or node.attrs["options"]:
         return False

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..graph import Makers, Node, Value
+from ..graph import Makers, Node, Value, made_of
 from ..views import View, merged, turned
 from .arithmetic import arithmetic
 from .layers import attention, product_of_layer
@@ -53,17 +53,9 @@ def _weight(low: Lowering, x: View) -> View | None:
     alone."""
     if len(x.dims) < 2 or any(step for dim in x.dims[:-2] for _, step in dim):
         return None
-    producers, parameters = low.graph.producers(), set(low.graph.parameters.values())
-    stack, seen = [x.value], set()
-    while stack:
-        value = stack.pop()
-        if value in seen or value in parameters:
-            continue
-        if value not in producers:
-            return None
-        seen.add(value)
-        stack.extend(producers[value].inputs.values())
-    return View(x.value, x.dims[-2:], x.offset)
+    parameters = low.graph.parameters.values()
+    made = {v for n in made_of(parameters, low.graph.nodes) for v in n.outputs.values()}
+    return View(x.value, x.dims[-2:], x.offset) if x.value in made.union(parameters) else None
 
 
 @lowers("baddbmm")
