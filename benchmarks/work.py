@@ -65,7 +65,10 @@ _FAMILIES = {
         "upsample_grad",
         "resample_parts",
     ),
-    "elementwise": ("pad_channels", "sinusoids", "begin_step", "upsampled_filters"),
+    "elementwise": (
+        *("pad_channels", "sinusoids", "begin_step", "upsampled_filters"),
+        *("gated_forward", "gated_backward"),
+    ),
     "denoise": ("draw_timesteps", "draw_flips", "q_sample", "denoise_loss", "gather_images"),
     "optimizer": ("grad_norm", "adamw_step", "square_sums"),
 }

@@ -57,6 +57,7 @@ from .conv1d.conv1d import conv_stage, head, project
 from .embedding.begin_step import begin_step
 from .embedding.linear_grads import linear_grads
 from .embedding.sinusoids import sinusoids
+from .gated.product import gated_backward, gated_forward
 from .norm.channel_norm import channel_norm_backward, channel_norm_forward
 from .norm.from_partials import SMALL_NORM, norm_of_sums, norm_of_sums_upsampled
 from .norm.inline_statistics import norm_apply, norm_apply_upsampled, norm_backward, skip_backward

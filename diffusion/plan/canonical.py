@@ -3,7 +3,7 @@
 - Common subexpressions are merged, unused nodes are removed, and nodes without inputs are computed
   now.
 - Norms over channels and activations that a module writes itself become one node
-  (`norms_by_hand`, `activations_by_hand`).
+  (`norms_by_hand`, `activations_by_hand`), and so do gated products (`gates`).
 - A norm and the following activation become one node, with the embedding's scale and shift (FiLM).
 - The scale of attention is the usual one where a norm over channels that makes its queries can have
   what it differs by.
@@ -16,6 +16,7 @@
 import torch
 
 from .activations_by_hand import find_activations
+from .gates import find_gates
 from .graph import Graph, Makers, Node, Value
 from .launch.table import launch_reference
 from .norms_by_hand import find_norms
@@ -23,7 +24,7 @@ from .norms_by_hand import find_norms
 
 def canonicalise(graph: Graph) -> None:
     """Apply all of them, in place."""
-    first = _constants, once, _casts, _biases, find_norms, find_activations
+    first = _constants, once, _casts, _biases, find_norms, find_activations, find_gates
     for rewrite in (*first, _norms, _scales, _padding):
         rewrite(graph)
         graph.prune()

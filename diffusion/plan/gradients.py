@@ -47,6 +47,7 @@ def _product(d, node, dy):
 # of ops of one tensor: op, inputs and attributes of its gradient
 _OF_X: dict[str, Callable] = {
     "act": lambda node, dy: ("act_grad", {"dy": dy, "x": node.inputs["x"]}, node.attrs),
+    "gated": lambda node, dy: ("gated_grad", {"dy": dy, "x": node.inputs["x"]}, node.attrs),
     "cast": lambda node, dy: ("cast", {"x": dy}, {}),
     "reshape": lambda node, dy: ("reshape", {"x": dy}, {}),
     "upsample": lambda node, dy: ("sum_pool", {"x": dy}, {"window": node.attrs["factor"]}),

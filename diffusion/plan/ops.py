@@ -8,6 +8,7 @@ FORWARD = {
     "channel_norm": "act((factor norm(x) weight + bias) (1 + scale) + shift), over the last axis; "
     "fused, + residual, and in another dtype as well, as low",
     "act": "activation(x)",
+    "gated": "h act(g), where h and g are the halves of x [..., 2C], and `gate` says which is g",
     "attention": "softmax(q k^T scale) v of each head, of `PARTS`, over keys of a mask; its state",
     "linear_attention": "scale softmax(q) (softmax(k)^T v), q over channels, k over positions",
     "cat": "x0, x1, ... side by side along an axis",
@@ -45,6 +46,7 @@ BACKWARD = {
     "norm_dx": "p dz + q x + r, of one tensor or two",
     "channel_norm_grad": "the gradients of what channel_norm reads, that of x + add; rows of it",
     "act_grad": "dy act'(x)",
+    "gated_grad": "the gradient of x in gated",
     "attention_grad": "the gradients of the parts of attention",
     "linear_attention_grad": "the gradients of the parts and of the memory of linear_attention",
     "sum_pool": "sums over blocks of `window` pixels",

@@ -134,6 +134,7 @@ def _others() -> dict[str, Callable[[], None]]:
         "long attention": _long_attention,
         "channel norms": _channel_norms,
         "linear attention": _linear_attention,
+        "gated products": _gated,
         "parts of a sum through pointers": _parts_through_pointers,
     } | {
         f"train {name}": lambda o=options, p=precision: _train(network | o, p)
@@ -196,6 +197,19 @@ def _linear_attention() -> None:
         o, context, lse = ops.linear_attention_forward(q, k, v, kept, 1.0)
         made = context, lse, tuple(torch.empty(n, t, 3, heads, d, dtype=dtype).unbind(2))
         ops.linear_attention_backward(torch.empty_like(o), q, k, v, kept, 1.0, *made)
+
+
+def _gated() -> None:
+    """As transformers have them."""
+    ops = triton_kernels.fused_ops
+    for c, activation, dtype in (
+        (1280, "gelu", torch.bfloat16),
+        (1280, "gelu", torch.float32),
+        (40, "silu", torch.float16),
+    ):
+        x, dy = torch.empty(4, 4096, 2 * c, dtype=dtype), torch.empty(4, 4096, c, dtype=dtype)
+        ops.gated_forward(x, activation)
+        ops.gated_backward(dy, x, activation)
 
 
 def _channel_norms() -> None:

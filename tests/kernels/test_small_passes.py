@@ -10,6 +10,7 @@ from triton_kernels.conv import stride2 as conv_down
 from triton_kernels.conv import weight_grad
 from triton_kernels.conv.plain import pad_channels
 from triton_kernels.embedding import linear_grads, sinusoids
+from triton_kernels.gated import product
 from triton_kernels.norm import sums as norm_sums
 from triton_kernels.reductions import column_sum, row_sums
 from triton_kernels.reference import fused as fused_reference
@@ -22,6 +23,7 @@ MODULES = (
     conv_down,
     linear_grads,
     pad_channels,
+    product,
     row_sums,
     sinusoids,
     weight_grad,
@@ -184,3 +186,25 @@ def test_sinusoids(n, width, half, dtype, device):
     expected = fused_reference.sinusoids(t, frequencies, width)
     assert got.shape == (n, width)
     torch.testing.assert_close(got, expected, rtol=0, atol=2**-22)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize(
+    ("shape", "gate"),
+    [((3, 5, 2 * 40), 1), ((2, 4, 9, 2 * 300), 0), ((70, 2 * 7), 1), ((1, 2), 0), ((0, 4, 16), 1)],
+    ids=str,
+)
+def test_gated_products(shape, gate, activation, dtype, device):
+    x = _randn(*shape, seed=0, device=device, dtype=dtype)
+    dy = _randn(*shape[:-1], shape[-1] // 2, seed=1, device=device, dtype=dtype)
+    y = fused.gated_forward(x, activation, gate)
+    dx = fused.gated_backward(dy, x, activation, gate)
+    assert y.dtype == dx.dtype == dtype
+    exact = x.double(), activation, gate
+    for got, expected in (
+        (y, fused_reference.gated_forward(*exact)),
+        (dx, fused_reference.gated_backward(dy.double(), *exact)),
+    ):
+        rounding = torch.finfo(dtype).eps / 2 + 16 * torch.finfo(torch.float32).eps
+        torch.testing.assert_close(got.double(), expected, rtol=rounding, atol=1e-6)

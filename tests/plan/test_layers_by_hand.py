@@ -22,6 +22,10 @@ class Written(nn.Module):
         return self.function(self, self.conv(x), t)
 
 
+def _halves(y):
+    return y.chunk(2, dim=1)
+
+
 def _row(b):
     return b.reshape(1, -1, 1, 1)
 
@@ -49,6 +53,12 @@ FORMS = {
         lambda m, y, t: torch.matmul(m.w, y.flatten(2)) + m.c[:, None],
         ["conv", "linear"],
     ),
+    "GEGLU": (lambda m, y, t: _halves(y)[0] * F.gelu(_halves(y)[1]), ["conv", "gated"]),
+    "SwiGLU": (lambda m, y, t: _swish(_halves(y)[0]) * _halves(y)[1], ["conv", "gated"]),
+    "a gate in front": (
+        lambda m, y, t: F.gelu(y[:, :3], approximate="tanh") * y[:, 3:],
+        ["conv", "gated"],
+    ),
     "of a batch": (
         lambda m, y, t: torch.bmm((m.w * 2).expand(len(y), 5, 6), y.flatten(2)),
         ["affine", "conv", "linear"],
@@ -61,6 +71,9 @@ OTHERS = {
     "a vector of each image": (lambda m, y, t: y + t[:, :, None, None], "add"),
     "read before the bias, too": (lambda m, y, t: (y + _row(m.b)) * y.sum(), "add"),
     "a second bias": (lambda m, y, t: F.conv2d(y, m.w[:, :, None, None], m.c) + _row(m.c), "add"),
+    "a gate of columns": (lambda m, y, t: F.gelu(y[..., 2:4]) * y[..., :2], "mul"),
+    "a gate of a third": (lambda m, y, t: F.gelu(y[:, 2:4]) * y[:, :2], "mul"),
+    "a half by itself": (lambda m, y, t: F.gelu(y[:, :3]) * y[:, :3], "mul"),
     "of two batches": (lambda m, y, t: y.flatten(2) @ y.flatten(2).mT, "arith"),
 }
 

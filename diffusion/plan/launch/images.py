@@ -76,6 +76,17 @@ def _dropout(run, node, given):
     return {"y": x * mask, "mask": mask}
 
 
+@launches("gated")
+def _gated(run, node, given):
+    return run.kernels.gated_forward(given["x"].contiguous(), **node.attrs)
+
+
+@launches("gated_grad")
+def _gated_grad(run, node, given):
+    dy, x = given["dy"].contiguous(), given["x"].contiguous()
+    return run.kernels.gated_backward(dy, x, **node.attrs)
+
+
 @launches("group_norm")
 def _group_norm(run, node, given):
     """Of a graph as it was traced; `norms` splits them."""

@@ -10,7 +10,7 @@ This is what `fused` means: a test holds each kernel against it, and on it the p
 
 `conv`, `upsampled`, `norms`, `skip`, `resample`, `sums`, `inputs` and `attention` are what training
 and sampling are made of; `parts`, `one_launch_norms` and `conv_and_norm` are of sampling alone,
-`channel_norm` and `linear_attention` of other people's networks.
+`channel_norm`, `linear_attention` and `gated` of other people's networks.
 """
 # ruff: noqa: F401  (a plan finds these names here)
 
@@ -41,6 +41,7 @@ from .conv_and_norm import (
     norm_conv,
     norm_conv_of_two,
 )
+from .gated import gated_backward, gated_forward
 from .inputs import begin_step, pad_channels, sinusoids
 from .joined import OPS, SMALL_NORM
 from .linear_attention import linear_attention_backward, linear_attention_forward

@@ -1,0 +1,1 @@
+"""Products of the halves of a tensor: see `product`."""
