@@ -79,15 +79,32 @@ def casts_together(graph: Graph) -> int:
     return before - len(graph.nodes)
 
 
+_MOVES = ("upsample", "pad", "slice", "reshape", "layout")  # which compute nothing
+
+
 def _casts(graph: Graph) -> None:
-    """A cast there and back, where nothing was lost, is none."""
-    makers, same = graph.producers(), {}
+    """A cast there and back, where nothing was lost, is none, also around what only moves numbers,
+    as upsampling does: under autocast a GPU has it in float32."""
+    makers, consumers, same = graph.producers(), graph.consumers(), {}
     for node in graph.nodes:
-        before = makers.of(node.inputs["x"], "cast") if node.op == "cast" else None
-        if before is not None:
+        if node.op not in ("cast", *_MOVES):
+            continue
+        moves = [node] if node.op in _MOVES else []
+        start = node.inputs["x"]
+        while (before := makers.of(start, *_MOVES)) and moves and consumers[start] == moves[-1:]:
+            moves.append(before)
             start = before.inputs["x"]
-            if start.dtype == node.out.dtype and _has_every(before.out.dtype, start.dtype):
-                same[node.out] = start
+        cast = makers.of(start, "cast")
+        readers = consumers.get(node.out, []) if moves else [node]
+        if cast is None or not readers or not _has_every(cast.out.dtype, cast.inputs["x"].dtype):
+            continue
+        start = cast.inputs["x"]
+        if all(r is not None and r.op == "cast" and r.out.dtype == start.dtype for r in readers):
+            for move in reversed(moves):
+                move.inputs["x"] = start
+                start = graph.value(move.op, move.out.shape, start.dtype)
+                move.outputs = {"y": start}
+            same |= dict.fromkeys((reader.out for reader in readers), start)
     graph.substitute(same)
 
 

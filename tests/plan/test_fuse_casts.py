@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffusion import accelerate
 from diffusion.plan.build import plan
 from diffusion.plan.fuse.rows import leaving_out
 from diffusion.plan.planned import Planned
@@ -79,3 +80,33 @@ def test_what_others_read_is_left():
     _, results = made(module, ARGS)
     with leaving_out(*OF_CASTS):
         assert same(results, made(module, ARGS)[1])
+
+
+class Widened(nn.Module):
+    """Upsampling in float32, as autocast has it on a GPU, and as networks cast themselves."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 3, padding=1)
+        self.reads = reads  # what is upsampled in float32 as well
+
+    def forward(self, x):
+        y = F.interpolate(self.first(x).float(), scale_factor=2.0, mode="nearest")
+        z = self.last(F.pad(y, (0, 2, 1, 0)).to(x.dtype))
+        return z.float() + y.mean() if self.reads else z
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_numbers_that_are_only_moved_are_not_cast(reads):
+    torch.manual_seed(0)
+    module, x = Widened(reads).bfloat16(), torch.randn(2, 3, 4, 6).bfloat16()
+    graph = plan(module, (x,), trains=True).graph
+    (up,) = (node for node in graph.nodes if node.op == "upsample")
+    assert up.out.dtype == (torch.float32 if reads else torch.bfloat16)
+    assert reads or not any(n.op == "cast" and len(n.out.shape) == 4 for n in graph.nodes)
+    fast, grads = accelerate(module), []
+    for net in (module, fast):
+        y = net(x)
+        grads.append((y, *torch.autograd.grad(y.float().square().sum(), list(net.parameters()))))
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype == b.dtype and (a - b).abs().max() <= 2e-2 * a.abs().max()
