@@ -205,7 +205,7 @@ def _gated() -> None:
     for c, activation, dtype in (
         (1280, "gelu", torch.bfloat16),
         (1280, "gelu", torch.float32),
-        (40, "silu", torch.float16),
+        (640, "silu", torch.float16),
     ):
         x, dy = torch.empty(4, 4096, 2 * c, dtype=dtype), torch.empty(4, 4096, c, dtype=dtype)
         ops.gated_forward(x, activation)
