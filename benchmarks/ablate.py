@@ -46,7 +46,7 @@ from benchmarks.sampling import evaluation_step
 from benchmarks.steps import Step, build_step
 from diffusion.errors import ConfigError
 from diffusion.plan.accelerate import Accelerated
-from diffusion.plan.fuse.rows import ROWS, leaving_out
+from diffusion.plan.fuse.rows import ROWS, applied, leaving_out
 from triton_kernels.registry import choose
 from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.compile_launches import compile_unclaimed
@@ -153,13 +153,14 @@ def rehearse_jobs(
 
 
 def rehearsed(case: Case, variant: str, gpu: Device, claims: Path | None = None) -> dict[str, Any]:
-    """What a case launches without this variant: "launches", and "taken" of the registry, or
-    "error". Compiled where it has a folder in which kernels are claimed."""
+    """What a case launches without this variant: "launches", and "taken" of the registry, and which
+    "rows" apply; or "error". Compiled where it has a folder in which kernels are claimed."""
     try:
         with (
             rehearsal(gpu) as launches,
             goldens.recorded(gpu) as lines,
             choose.noted() as notes,
+            applied() as rows,
             left_out(variant),
         ):
             _rehearse(case)
@@ -172,7 +173,7 @@ def rehearsed(case: Case, variant: str, gpu: Device, claims: Path | None = None)
     except (ValueError, RuntimeError, AssertionError) as error:
         return {"error": harness.reason(error)}
     taken = Counter(f"{d.op.name}/{d.choice.kernel.name}" for d in notes)
-    return {"launches": lines, "taken": taken}
+    return {"launches": lines, "taken": taken, "rows": sorted(rows)}
 
 
 def _rehearse(case: Case, checked: bool = False) -> None:
@@ -197,14 +198,20 @@ def left_out(variant: str) -> AbstractContextManager[None]:
 
 
 def changed(found: Rehearsed) -> list[str]:
-    """The variants that launch something else."""
-    every = found[ALL]["launches"]
-    return [v for v, its in found.items() if "launches" in its and its["launches"] != every]
+    """The variants that launch something else: other kernels of ours, or of PyTorch, which only the
+    rows say that apply."""
+    every = found[ALL]
+    return [
+        variant
+        for variant, its in found.items()
+        if "launches" in its
+        and (its["launches"] != every["launches"] or set(variant.split("+")) & set(every["rows"]))
+    ]
 
 
 def report(case: Case, found: Rehearsed) -> None:
     """A line for each variant: launches that it lacks and has instead."""
-    every = Counter(found[ALL]["launches"])
+    every, others = Counter(found[ALL]["launches"]), changed(found)
     two = case.kind == "train" and not _is_other(case.model)  # as `rehearse_step` makes
     of = " of two steps" if two else ""
     for variant, its in found.items():
@@ -214,10 +221,9 @@ def report(case: Case, found: Rehearsed) -> None:
         lines = Counter(its["launches"])
         gone, new = (_kernels(c) for c in (every - lines, lines - every))
         said = f"{gone} -> {new}" if variant else f"{len(its['launches'])} launches{of}"
-        print(
-            f"{_named(case)} {f'without {variant}' if variant else 'as a whole'}: "
-            f"{said if gone or not variant else 'the same'}"
-        )
+        if variant and not gone:
+            said = "other calls of PyTorch" if variant in others else "the same"
+        print(f"{_named(case)} {f'without {variant}' if variant else 'as a whole'}: {said}")
     sys.stdout.flush()
 
 

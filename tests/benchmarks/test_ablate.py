@@ -44,6 +44,17 @@ def test_a_row_of_the_fuse_table_that_is_left_out_changes_the_launches():
     assert "skip_dx_kernel" in two and "skip_dx_kernel" not in two.split("->")[1]
 
 
+def test_a_row_that_changes_calls_of_pytorch_alone_is_timed():
+    same = {"launches": ["a kernel"], "taken": {}}
+    found = {
+        "": same | {"rows": ["parts", "casts"]},
+        "parts": same | {"rows": ["casts"]},
+        "of another network": same | {"rows": ["parts", "casts"]},
+        "impossible": {"error": "no kernel"},
+    }
+    assert ablate.changed(found) == ["parts"]
+
+
 def test_an_unknown_kernel_is_named():
     with pytest.raises(ConfigError, match="has conv_tiles; there are hopper, tma, .*tile_mma"):
         ablate.main(["kernels=conv_tiles", "gpu=h100"])

@@ -8,7 +8,7 @@ from torch import nn
 
 from diffusion import accelerate
 from diffusion.plan.build import plan
-from diffusion.plan.fuse.rows import leaving_out
+from diffusion.plan.fuse.rows import applied, leaving_out
 from diffusion.plan.planned import Planned
 from tests.diffusion.test_fused_unet import OF_CASTS
 from tests.plan.strangers import Normed
@@ -50,7 +50,12 @@ def test_a_network_in_two_types(rows):
 
 def test_what_they_become():
     torch.manual_seed(0)
-    planned, _ = made(Normed(), ARGS)
+    with applied() as rows:
+        planned, _ = made(Normed(), ARGS)
+    assert rows >= {*OF_CASTS}
+    with applied() as rows, leaving_out(*OF_CASTS):
+        made(Normed(), ARGS)
+    assert rows.isdisjoint(OF_CASTS)
     forward = planned.graph.nodes
     norms = [node for node in forward if node.op == "channel_norm"]
     assert sum("residual" in node.inputs for node in norms) >= 3

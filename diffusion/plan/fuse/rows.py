@@ -20,6 +20,7 @@ from .rewrite import Fusing, On, Row
 
 ROWS = {row.name: row for row in (*PREPARING, *FORWARD_ROWS, *BACKWARD_ROWS)}
 _left_out: set[str] = set()
+_noted: list[set[str]] = []
 
 
 @contextmanager
@@ -34,6 +35,16 @@ def leaving_out(*names: str) -> Iterator[None]:
         yield
     finally:
         _left_out.difference_update(names)
+
+
+@contextmanager
+def applied() -> Iterator[set[str]]:
+    """The names of the rows that apply to what is planned within the block."""
+    _noted.append(set())
+    try:
+        yield _noted[-1]
+    finally:
+        _noted.pop()
 
 
 def prepare(graph: Graph, mode: str) -> None:
@@ -88,6 +99,8 @@ def _apply(
             value = row.rewrite(f, node)
             if value is not None:
                 graph.reason(value, f"{row.name} ({row.earns})")
+                for names in _noted:
+                    names.add(row.name)
         f.done()
         graph.sort()
         graph.prune()
