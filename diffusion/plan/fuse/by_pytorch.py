@@ -64,6 +64,5 @@ WIDENED = Row(
 )  # fmt: skip
 WHERE_IT_LIES = Row(
     "parts read where they lie", ("slice",), _part_where_it_lies,
-    "2.7 % of a pass of denoising_diffusion at 64 images, 9.4 % of an evaluation of"
-    " stable_diffusion at 4 (predicted, H100)", WHEN
+    "2.7 % of a pass of denoising_diffusion at 64 images (predicted, H100)", WHEN
 )  # fmt: skip
