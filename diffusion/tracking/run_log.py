@@ -60,12 +60,14 @@ def last_result(run_dir: Path, name: str) -> float:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """The whole rows of a table of a run; [] if there is none."""
+    """The whole rows of a table of a run; [] if there is none. ConfigError: it is no text."""
     try:
         with open(path, newline="") as file:
             return [row for row in csv.DictReader(file) if _is_whole(row)]
     except OSError:
         return []
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is damaged: {error}; put it aside to go on without") from error
 
 
 def diverged_at(run_dir: Path) -> int | None:

@@ -15,6 +15,7 @@ from diffusion.formats import checkpoint_folder
 from diffusion.formats.checkpoint_folder import list_checkpoints
 from diffusion.runs.sampling import sample
 from diffusion.runs.training import train
+from diffusion.tracking.run_log import read_rows
 
 from ..end_to_end.run import TINY, rows
 from ..test_configs import composed
@@ -274,3 +275,11 @@ def test_config_of_the_checkpoint_is_that_of_the_run(trained):
 def test_data_of_another_size_are_said(trained, capsys):
     go_on(trained, "dataset.count=13")
     assert "note: the data set has 13 images, and had 12 when the check" in capsys.readouterr().out
+
+
+def test_a_table_that_is_no_text_is_one_line(tmp_path):
+    (path := tmp_path / "metrics.csv").write_bytes(b"step,loss\r\n1,0.5\r\n\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="metrics.csv is damaged: .*; put it aside"):
+        read_rows(path)
+    path.write_bytes(b"step,loss\r\n1,0.5\r\n2")  # a row that was cut off does not count
+    assert read_rows(path) == [{"step": "1", "loss": "0.5"}]
