@@ -134,7 +134,7 @@ def _absorb_bias(
     c = y.shape[-1]
     if row.shape != (*(1 for _ in y.shape[:-1]), c) or total.out.dtype != y.dtype:
         return
-    if consumers[y] == [total]:
+    if consumers[y] == [total] and row is not y:
         product.inputs["bias"] = _flat(graph, row, (c,), total)
         graph.nodes.remove(product)
         graph.nodes[graph.nodes.index(total)] = product  # behind what it now reads

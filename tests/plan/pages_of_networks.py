@@ -21,7 +21,7 @@ from triton_kernels.registry.chips import chip
 
 NETWORKS = 40
 CHANNELS = (4, 8, 12, 20, 32, 40, 64, 128)
-SIZES = (1, 4, 4), (2, 5, 3), (3, 8, 8), (4, 16, 12)  # images, rows, columns
+SIZES = (1, 4, 4), (2, 5, 3), (3, 8, 8), (2, 7, 7), (4, 16, 12)  # images, rows, columns
 
 
 def drawn(seed: int) -> tuple[nn.Module, tuple]:

@@ -24,6 +24,8 @@ from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
 from tests.plan.random_networks import networks
 from tests.plan.strangers import Normed
+from triton_kernels import fused_ops
+from triton_kernels.registry.chips import chip
 
 BUDGET = 1e-9
 OPTIONS = {
@@ -317,3 +319,24 @@ def test_gradients_of_weights_are_rounded_once():
     whole = [n for n in grads if all(r is None or r.op != "cat" for r in readers.get(n.out, ()))]
     assert len(whole) > 50 and all(node.out.dtype == torch.float32 for node in whole)
     assert all(grad.shape == v.shape for v, grad in made.backward.grads.items())
+
+
+class Beside(nn.Module):
+    """What is upsampled beside what is made of that."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 64, 1), nn.Conv2d(128, 3, 3, padding=1)
+        self.norm = nn.GroupNorm(4, 128)
+
+    def forward(self, x):
+        y = F.interpolate(self.first(x), scale_factor=2.0, mode="nearest")
+        return self.last(F.silu(self.norm(torch.cat((y, torch.tanh(y)), dim=1))))
+
+
+def test_a_norm_upsamples_nothing_that_it_waits_for():
+    x = torch.randn(2, 3, 8, 8)
+    module, kernels = Beside(), (fused_ops, chip("h100").gpu)
+    low = plan(module.bfloat16(), (x.bfloat16(),), trains=True, kernels=kernels)
+    assert low.graph.count()["upsample"] == 1
+    assert agree(module.double(), (x.double(),)) < BUDGET

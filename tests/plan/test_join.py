@@ -93,3 +93,31 @@ def test_norms_of_whole_groups_where_they_are_one_wave(images, channels, multipr
     x = torch.randn(images, 8, 32, 32, dtype=torch.bfloat16)
     made = plan(module, (x,), kernels=(fused_ops, GPU._replace(num_sms=multiprocessors)))
     assert [n.op for n in made.graph.nodes if n.op.startswith("norm")] == [op]
+
+
+class Pooled(torch.nn.Module):
+    """Means of a convolution and a residual."""
+
+    def __init__(self, filters, stride):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(512, 512, filters, stride, 1)
+        self.last = torch.nn.Conv2d(512, 8, 1)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.last(torch.nn.functional.avg_pool2d(y + x if y.shape == x.shape else y, 2))
+
+
+@pytest.mark.parametrize(
+    ("side", "filters", "stride", "op"),
+    [
+        (8, 3, 1, "resample_parts"),
+        (7, 3, 1, "sum_parts"),  # whose last row and column are in no mean
+        (16, 3, 2, "resample_parts"),
+        (16, 4, 2, "conv"),  # filters of even sides are in no parts
+    ],
+)
+def test_parts_whose_sum_is_pooled(side, filters, stride, op):
+    x = torch.randn(1, 512, side, side, dtype=torch.bfloat16)
+    made = plan(Pooled(filters, stride).bfloat16().eval(), (x,), kernels=(fused_ops, GPU))
+    assert op in made.graph.count(), made.graph.count()

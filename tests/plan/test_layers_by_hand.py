@@ -74,6 +74,7 @@ OTHERS = {
     "a gate of columns": (lambda m, y, t: F.gelu(y[..., 2:4]) * y[..., :2], "mul"),
     "a gate of a third": (lambda m, y, t: F.gelu(y[:, 2:4]) * y[:, :2], "mul"),
     "a half by itself": (lambda m, y, t: F.gelu(y[:, :3]) * y[:, :3], "mul"),
+    "a row twice": (lambda m, y, t: (r := y[:1].mean((2, 3)) @ m.w.t()) + r, "add"),
     "of two batches": (lambda m, y, t: y.flatten(2) @ y.flatten(2).mT, "arith"),
 }
 

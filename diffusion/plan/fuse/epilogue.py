@@ -93,27 +93,13 @@ def added(f: Fusing, node: Node) -> Value | None:
         role = next(r for r, v in made.outputs.items() if v is y)
         places = _ADDED[made.op].get(role, ())
         place = next((p for p in places if p not in made.inputs), None)
-        if place is None or _reaches(f, other, made):
+        if place is None or f.reaches(made, other):
             continue
         cast = f.maker(other, "cast") if made.op == "channel_norm" else None  # which reads any type
         made.inputs[place] = cast.inputs["x"] if cast is not None and cast.widens else other
         f.write(made, node.out, node, role=role)
         return node.out
     return None
-
-
-def _reaches(f: Fusing, value: Value, node: Node) -> bool:
-    """Whether a value depends on another result of a node."""
-    others, stack, seen = set(node.outputs.values()), [value], set()
-    while stack:
-        v = stack.pop()
-        if v in others:
-            return True
-        maker = f.maker(v)
-        if maker is not None and maker not in seen:
-            seen.add(maker)
-            stack.extend(maker.inputs.values())
-    return False
 
 
 def terms_together(f: Fusing, node: Node) -> Value | None:

@@ -27,9 +27,8 @@ def norm_of_upsampled(f: Fusing, node: Node) -> Value | None:
     if {"rng", "scale", "shift"} & set(node.inputs):
         return None
     large, small = up.out, up.inputs["x"]
-    sums = [f.maker(value, "moments") for value in node.many("partials")]
-    if any(each is not None and each.inputs["x"] is large for each in sums):
-        return None  # which have to be there before the pass
+    if f.reaches(up, *(value for role, value in node.inputs.items() if role != "x0")):
+        return None  # these have to be there before the pass
     node.inputs["x0"] = small
     node.op = "norm_of_upsampled"
     c2 = node.inputs["x1"].shape[3]

@@ -119,6 +119,19 @@ class Fusing:
         (first, *others) = self.readers(value) or [None]
         return first if first is not None and not others and first.op in ops else None
 
+    def reaches(self, node: Node, *values: Value) -> bool:
+        """Whether one of these values depends on a result of a node."""
+        results, stack, seen = set(node.outputs.values()), list(values), set()
+        while stack:
+            value = stack.pop()
+            if value in results:
+                return True
+            maker = self.maker(value)
+            if maker is not None and maker not in seen:
+                seen.add(maker)
+                stack.extend(maker.inputs.values())
+        return False
+
     def summands(self, node: Node) -> tuple[tuple[Value, Value], ...]:
         """What an addition of two tensors of one shape reads, in either order."""
         a, b = node.inputs["a"], node.inputs["b"]
