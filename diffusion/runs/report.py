@@ -31,6 +31,7 @@ _OF_SCORES += tuple(
 )
 _OF_A_RUN = ("checkpoints", "samples")  # folders in which there are no runs
 _MOST_FOLDERS = 20_000  # seconds; more is no folder of runs
+_PAGE = 100  # columns
 _TAIL = 5  # rows of the metrics whose mean is the loss at the end
 _DIGITS = {
     "images_per_s": 4,
@@ -83,7 +84,7 @@ def report(config: dict[str, Any]) -> list[dict[str, str]]:
         order = sorted(range(len(rows)), key=lambda i: _order(rows[i][settings.sort]))
         rows, runs = [rows[i] for i in order], [runs[i] for i in order]
     text, notes = markdown(rows), incomparable(rows, runs, settings.across)
-    print(text, end="")
+    print(text if _width(text) <= _PAGE else min(text, _turned(rows), key=_width), end="")
     for note in notes:
         print(f"note: {note}")
     if settings.out is not None:
@@ -179,6 +180,20 @@ def read_run(folder: Path) -> Run:
                 if key != "held_out" and row.get("n"):
                     results["images of evaluations"] = float(row["n"])
     return Run(folder, config, results, _state(job), records)
+
+
+def _turned(rows: Sequence[dict[str, str]]) -> str:
+    """The table with a column for each run, for runs that differ in many settings."""
+    keys = [key for key in rows[0] if key != "run"]
+    columns = {str(i): row for i, row in enumerate(rows)}  # two runs may have one name
+    head = {"run": "run"} | {i: row["run"] for i, row in columns.items()}
+    turned = [{"run": key} | {i: row[key] for i, row in columns.items()} for key in keys]
+    lines = markdown([head, *turned]).splitlines(keepends=True)
+    return "".join((lines[2], lines[1], *lines[3:]))
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.splitlines()))
 
 
 def incomparable(

@@ -19,7 +19,7 @@ from PIL import Image
 from diffusion.errors import ConfigError
 from diffusion.runs import report as report_module
 from diffusion.runs.page_script import SCRIPT
-from diffusion.runs.report import report
+from diffusion.runs.report import _turned, _width, markdown, report
 from diffusion.tracking import pictures
 from diffusion.tracking.pictures import draw_loss_curve, draw_loss_curves, grid, save_grid
 from diffusion.tracking.run_log import FIELDS
@@ -67,7 +67,19 @@ def test_the_table(sweep, capsys):
     assert (rows[1]["fid"], rows[1]["images of evaluations"]) == ("7.5", "20")
     assert rows[2]["action_mse"] == "0.25"
     said = capsys.readouterr().out.splitlines()
-    assert len(said) == 5 and len({len(line) for line in said}) == 1 and set(said[1]) <= set("| -")
+    assert len({len(line) for line in said}) == 1 and set(said[1]) <= set("| -")
+    assert len(said[0]) <= 100  # as wide as it is, with a column for each run
+    heads = [line.split()[1] for line in (said[0], *said[2:])]
+    assert heads == [
+        "run",
+        "optim.lr",
+        "step",
+        "loss",
+        "images_per_s",
+        "minutes",
+        "fid",
+        "images",
+    ] + ["action_mse"]
 
 
 def test_sorted_and_written(sweep, tmp_path):
@@ -388,3 +400,12 @@ def test_the_page_in_a_browser(looked_at, tmp_path):
     assert found["keys"] and all(width < 40 and height < 20 for width, height in found["keys"])
     assert len(found["pictures"]) == 2 and all(width > 100 for width, _ in found["pictures"])
     assert found["left"] == 1 and found["page"] <= 1200
+
+
+def test_a_wide_table_is_printed_with_a_column_for_each_run():
+    rows = [{"run": n} | {f"model.setting_{i}": f"{n}{i}" for i in range(20)} for n in ("a", "b")]
+    assert _width(markdown(rows)) > 100
+    head, rule, first, *rest = _turned(rows).splitlines()
+    assert head.split() == ["|", "run", "|", "a", "|", "b", "|"] and set(rule) == set("|- ")
+    assert first.split() == ["|", "model.setting_0", "|", "a0", "|", "b0", "|"]
+    assert len(rest) == 19 and _width(head) <= 100
