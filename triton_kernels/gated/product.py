@@ -26,27 +26,41 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 
 @triton.jit
+def _halves(
+    x_ptr,  # [M, 2C]
+    M,
+    C,
+    CB,  # blocks of columns
+    GATE: tl.constexpr,  # the half that is g: 0 | 1
+    BLOCK_M: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """Of this program's tile: rows [BLOCK_M, 1], columns [1, BLOCK_C], which exist, h and g."""
+    pid = tl.program_id(0)
+    cols = (pid % CB * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
+    rows = ((pid // CB).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+    mask = (rows < M) & (cols < C)
+    x_ptrs = x_ptr + rows * (2 * C) + cols
+    g = tl.load(x_ptrs + GATE * C, mask=mask, other=0.0).to(tl.float32)
+    h = tl.load(x_ptrs + (1 - GATE) * C, mask=mask, other=0.0).to(tl.float32)
+    return rows, cols, mask, h, g
+
+
+@triton.jit
 def _gated_kernel(
     x_ptr,  # [M, 2C]
     y_ptr,  # [M, C]
     M,
     C,
-    CB,  # blocks of columns
-    GATE: tl.constexpr,  # the half that is g: 0 | 1
+    CB,
+    GATE: tl.constexpr,
     ACT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     await_inputs()
-    pid = tl.program_id(0)
-    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
-    offs_m = (pid // CB).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask = (offs_m < M)[:, None] & (offs_c < C)[None, :]
-    offs = offs_m[:, None] * (2 * C) + offs_c[None, :]
-    g = tl.load(x_ptr + GATE * C + offs, mask=mask, other=0.0).to(tl.float32)
-    h = tl.load(x_ptr + (1 - GATE) * C + offs, mask=mask, other=0.0).to(tl.float32)
-    y = h * activate(g, ACT)
-    tl.store(y_ptr + offs_m[:, None] * C + offs_c[None, :], y, mask=mask)
+    rows, cols, mask, h, g = _halves(x_ptr, M, C, CB, GATE, BLOCK_M, BLOCK_C)
+    tl.store(y_ptr + rows * C + cols, h * activate(g, ACT), mask=mask)
 
 
 @triton.jit
@@ -63,17 +77,11 @@ def _gated_grad_kernel(
     BLOCK_C: tl.constexpr,
 ):
     await_inputs()
-    pid = tl.program_id(0)
-    offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
-    offs_m = (pid // CB).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    mask = (offs_m < M)[:, None] & (offs_c < C)[None, :]
-    offs = offs_m[:, None] * (2 * C) + offs_c[None, :]
-    g = tl.load(x_ptr + GATE * C + offs, mask=mask, other=0.0).to(tl.float32)
-    h = tl.load(x_ptr + (1 - GATE) * C + offs, mask=mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + offs_m[:, None] * C + offs_c[None, :], mask=mask, other=0.0)
-    dy = dy.to(tl.float32)
-    tl.store(dx_ptr + (1 - GATE) * C + offs, dy * activate(g, ACT), mask=mask)
-    tl.store(dx_ptr + GATE * C + offs, dy * h * activate_grad(g, ACT), mask=mask)
+    rows, cols, mask, h, g = _halves(x_ptr, M, C, CB, GATE, BLOCK_M, BLOCK_C)
+    dy = tl.load(dy_ptr + rows * C + cols, mask=mask, other=0.0).to(tl.float32)
+    dx_ptrs = dx_ptr + rows * (2 * C) + cols
+    tl.store(dx_ptrs + (1 - GATE) * C, dy * activate(g, ACT), mask=mask)
+    tl.store(dx_ptrs + GATE * C, dy * h * activate_grad(g, ACT), mask=mask)
 
 
 class _Grid(NamedTuple):
