@@ -1,5 +1,6 @@
-"""Products of the halves of a tensor, of which one goes through an activation (GEGLU, SwiGLU), are
-one node: its kernel reads the halves where they lie, and its gradient writes them side by side."""
+"""Products of the halves of a tensor, of which one may go through an activation (GEGLU, SwiGLU, the
+gates of NAFNet), are one node: its kernel reads the halves where they lie, and its gradient writes
+them side by side."""
 
 from .graph import Graph, Makers, Value
 
@@ -10,18 +11,18 @@ def find_gates(graph: Graph) -> None:
     for node in graph.nodes:
         if node.op != "mul":
             continue
-        for x, other in (("a", "b"), ("b", "a")):
-            act = producers.of(node.inputs[other], "act")
-            if act is None:
+        for x, gate in ((node.inputs[x], node.inputs[g]) for x, g in (("a", "b"), ("b", "a"))):
+            act = producers.of(gate, "act")
+            before = gate if act is None else act.inputs["x"]
+            one, other = _half(x, producers), _half(before, producers)
+            if one is None or other is None or one[0] is not other[0] or one[1] == other[1]:
                 continue
-            halves = [_half(value, producers) for value in (node.inputs[x], act.inputs["x"])]
-            if None in halves or halves[0][0] is not halves[1][0] or halves[0][1] == halves[1][1]:
+            whole, which = other
+            types = {v.dtype for v in (whole, before, gate, node.out)}
+            if len(types) > 1 or not whole.dtype.is_floating_point:
                 continue
-            (whole, _), (_, gate) = halves
-            if {act.out.dtype, node.out.dtype, act.inputs["x"].dtype} != {whole.dtype}:
-                continue
-            node.op, node.inputs = "gated", {"x": whole}
-            node.attrs = act.attrs | {"gate": gate}
+            activation = {"activation": "identity"} if act is None else act.attrs
+            node.op, node.inputs, node.attrs = "gated", {"x": whole}, {**activation, "gate": which}
             break
 
 

@@ -189,7 +189,7 @@ def test_sinusoids(n, width, half, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu"])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "relu", "identity"])
 @pytest.mark.parametrize(
     ("shape", "gate"),
     [((3, 5, 2 * 40), 1), ((2, 4, 9, 2 * 300), 0), ((70, 2 * 7), 1), ((1, 2), 0), ((0, 4, 16), 1)],

@@ -55,6 +55,7 @@ FORMS = {
     ),
     "GEGLU": (lambda m, y, t: _halves(y)[0] * F.gelu(_halves(y)[1]), ["conv", "gated"]),
     "SwiGLU": (lambda m, y, t: _swish(_halves(y)[0]) * _halves(y)[1], ["conv", "gated"]),
+    "a gate alone": (lambda m, y, t: y[:, :3] * y[:, 3:], ["conv", "gated"]),
     "a gate in front": (
         lambda m, y, t: F.gelu(y[:, :3], approximate="tanh") * y[:, 3:],
         ["conv", "gated"],
@@ -73,6 +74,10 @@ OTHERS = {
     "a second bias": (lambda m, y, t: F.conv2d(y, m.w[:, :, None, None], m.c) + _row(m.c), "add"),
     "a gate of columns": (lambda m, y, t: F.gelu(y[..., 2:4]) * y[..., :2], "mul"),
     "a gate of a third": (lambda m, y, t: F.gelu(y[:, 2:4]) * y[:, :2], "mul"),
+    "a gate of whole numbers": (
+        lambda m, y, t: _halves(y)[0] + torch.mul(*_halves(y.detach().mul(3).long())),
+        "mul",
+    ),
     "a half by itself": (lambda m, y, t: F.gelu(y[:, :3]) * y[:, :3], "mul"),
     "a row twice": (lambda m, y, t: (r := y[:1].mean((2, 3)) @ m.w.t()) + r, "add"),
     "of two batches": (lambda m, y, t: y.flatten(2) @ y.flatten(2).mT, "arith"),
