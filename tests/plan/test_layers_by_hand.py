@@ -76,7 +76,7 @@ OTHERS = {
     "a gate of a third": (lambda m, y, t: F.gelu(y[:, 2:4]) * y[:, :2], "mul"),
     "a gate of whole numbers": (
         lambda m, y, t: _halves(y)[0] + torch.mul(*_halves(y.detach().mul(3).long())),
-        "mul",
+        "arith",
     ),
     "a half by itself": (lambda m, y, t: F.gelu(y[:, :3]) * y[:, :3], "mul"),
     "a row twice": (lambda m, y, t: (r := y[:1].mean((2, 3)) @ m.w.t()) + r, "add"),
