@@ -25,6 +25,8 @@ __all__ = [
     "train",
 ]
 
+_OPTIONS = "eta", "clip", "spacing"  # of a sampler
+
 check_name()
 
 if TYPE_CHECKING:
@@ -97,7 +99,9 @@ def train(
     choose_threads_now()  # before what imports PyTorch
     from .presets import chosen_with, defaults_of_training, filled
     from .runs.training import train as run
+    from .settings import check_keys
 
+    check_keys(settings, [*defaults_of_training(), *_named(train)], "")
     dataset = filled("dataset", dataset)
     others = chosen_with(dataset.get("name"))
     groups = {"model": model or others["model"], "diffusion": diffusion or others["diffusion"]}
@@ -194,7 +198,9 @@ def sample(
     from .runs.editing import edited_options, load_edit
     from .runs.sampling import choose_labels, choose_values, load_guide
     from .sampling.draw import draw
+    from .settings import check_keys
 
+    check_keys(options, [*_OPTIONS, *_named(sample)], "")
     trained = source if isinstance(source, Trained) else load(source, device=device)
     model = trained.model.eval()
     on = next(model.parameters()).device
@@ -216,6 +222,13 @@ def sample(
         finish=choose_values(decoder, trained).finish,
         edit=load_edit(init, mask, n, trained, decoder),
     )
+
+
+def _named(function: Callable) -> list[str]:
+    """Its keyword arguments."""
+    from inspect import signature
+
+    return [p.name for p in signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
 def evaluate(

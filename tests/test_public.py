@@ -57,6 +57,14 @@ def test_prepare_and_evaluate(tmp_path):
     row = diffusion.evaluate(tmp_path / "run", device="cpu", precision="fp32")
     assert row["held_out"] == pytest.approx(held_out, rel=1e-5) and row["images"] == 3
     assert (tmp_path / "run" / "evaluations.csv").is_file()
+    for settings, words in (
+        ({"datset": "elephants"}, "^datset is unknown; did you mean dataset"),
+        ({"stepps": 3}, "^stepps is unknown; did you mean steps"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            diffusion.train(tmp_path / "other", **settings)
+    with pytest.raises(ConfigError, match="^stepz is unknown; did you mean steps"):
+        diffusion.sample(tmp_path / "run", stepz=3)
     with pytest.raises(ConfigError, match="metrics has nothing; choose from loss, fid"):
         diffusion.evaluate(tmp_path / "run", ["nothing"])
 

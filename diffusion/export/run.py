@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ..data.values import Pixels
-from ..errors import ConfigError, writing
+from ..errors import ConfigError, check_writable, writing
 from ..factory import Process, build_model
 from ..formats.checkpoint import check_same_model
 from ..formats.diffusers_directory import read_diffusers, save_diffusers
@@ -120,6 +120,7 @@ def export(config: dict[str, Any]) -> Path:
     out = Path(settings.out).expanduser()
     targets = [out] + ([out.with_suffix(".json")] if settings.format == "guided_diffusion" else [])
     for target in [*targets, *([Path(settings.engine)] if settings.engine else [])]:
+        check_writable(target)
         _check_target(target, settings)
     write, graph = _prepare(settings)
     if graph is not None:  # half a minute for a network of 20 M parameters

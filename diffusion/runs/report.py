@@ -17,7 +17,7 @@ from ..errors import ConfigError, is_of_system, writing
 from ..settings import construct, flattened, shown
 from ..tracking.pictures import draw_loss_curves
 from ..tracking.run_log import write_whole
-from .records import Record, check_comparable, differences, record_of
+from .records import DEPENDS_ON, Record, check_comparable, differences, record_of
 from .report_page import page
 
 _JOB = "job.json"  # what a sweep writes of each job
@@ -74,6 +74,7 @@ def report(config: dict[str, Any]) -> list[dict[str, str]]:
         raise ConfigError(f"runs={shown(settings.runs)} is wrong; expected a folder or several")
     given = [settings.runs] if isinstance(settings.runs, str) else settings.runs
     runs = [read_run(folder) for path in given for folder in find_runs(Path(path))]
+    _check_across(settings.across, runs)
     rows = table(runs)
     if settings.sort is not None:
         if settings.sort not in rows[0]:
@@ -91,6 +92,18 @@ def report(config: dict[str, Any]) -> list[dict[str, str]]:
         with writing(Path(settings.out)):
             _write(Path(settings.out), text, rows, runs, notes)
     return rows
+
+
+def _check_across(across: Sequence[str], runs: Sequence[Run]) -> None:
+    """ConfigError: nothing depends on such a setting or group."""
+    said = {key for run in runs for record in run.records.values() for key in record}
+    known = said.union(*DEPENDS_ON.values(), {key.partition(".")[0] for key in said})
+    for name in across:
+        if name not in known:
+            raise ConfigError(
+                f"across has {name}, on which no figure depends; choose from"
+                f" {', '.join(sorted(known))}"
+            )
 
 
 def _write(

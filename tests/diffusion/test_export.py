@@ -215,6 +215,8 @@ def test_onnx_without_its_packages(run, tmp_path, monkeypatch):
         ({"format": "diffusers", "out": "run", "overwrite": True}, "holds something else"),
         ({"format": "unet_cu", "out": "file"}, "file exists; overwrite=true replaces it"),
         ({"format": "unet_cu", "out": "file/a.bin"}, "file/a.bin cannot be written"),
+        # before the network is read, of which there is none
+        ({"format": "unet_cu", "ckpt": "nowhere", "out": "file/a.bin"}, "file/a.bin cannot be"),
         ({"format": "unet_cu", "model": MODEL}, "says its own"),
     ],
 )

@@ -234,6 +234,8 @@ def test_figures_whose_settings_differ_are_not_put_in_an_order(sweep, capsys):
         report({"runs": str(sweep), "sort": "fid"})
     rows = report({"runs": str(sweep), "sort": "fid", "across": ["steps"]})
     assert [row["run"] for row in rows] == ["2", "1", "0"]
+    with pytest.raises(ConfigError, match="across has step, on which no figure depends.*steps"):
+        report({"runs": str(sweep), "sort": "fid", "across": ["step"]})
     capsys.readouterr()
     report({"runs": str(sweep)})
     assert "note: fid does not compare: steps is 20 in 0 and 50 in 1\n" in capsys.readouterr().out
