@@ -37,6 +37,7 @@ from benchmarks.papers import in_turns
 from benchmarks.steps import fused_adamw
 from diffusion.errors import ConfigError
 from diffusion.plan.accelerate import Accelerated
+from diffusion.plan.user_module import in_bf16
 
 DEFAULTS = {
     "models": ("ddpm_cifar10", "butterflies"),
@@ -154,10 +155,8 @@ def runner(
     network = build(model, device)
     if what == "train":
         return step_of(compiler(Loss(around(network.train()))), target, given, device)
-    low = tuple(
-        x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in given
-    )
-    return evaluation_of(compiler(around(network.eval().bfloat16())), low)
+    network, given = in_bf16(network.eval(), given)
+    return evaluation_of(compiler(around(network)), given)
 
 
 def looped(run: Callable[[], Tensor]) -> Callable[[int], object]:

@@ -25,7 +25,7 @@ def _triton_conv2d(pass_: str, i: Inputs, case: ConvCase, allow_tf32: bool) -> R
         "fwd": lambda: (triton_conv._conv2d_fwd(i["x"], i["weight"], None, *options),),
         "fwd+bias": lambda: (triton_conv._conv2d_fwd(i["x"], i["weight"], i["bias"], *options),),
         "dgrad": lambda: (
-            triton_conv._conv2d_dgrad(i["dy"], i["weight"], (case.h, case.w), *options),
+            triton_conv.conv2d_input_grad(i["dy"], i["weight"], (case.h, case.w), *options),
         ),
         "wgrad": lambda: (triton_conv._conv2d_wgrad(i["x"], i["dy"], i["weight"], *options),),
     }[pass_]

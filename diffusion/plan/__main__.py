@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch import nn
 
 import triton_kernels
 from triton_kernels import fused_ops
@@ -60,7 +59,7 @@ from .printed.text import modules, table
 from .printed.timeline import check_picture, draw
 from .sampling_plan import sampling_plan
 from .step.network import TrainingUNet, step_kernels
-from .user_module import names_function, user_function
+from .user_module import in_bf16, names_function, user_function
 
 _MODELS = CONFIGS / "model"
 _CHANGE = "model."  # begins the name of a setting of the model
@@ -186,8 +185,7 @@ def _user_page(given: dict[str, str], trains: bool, gpu: Chip) -> Page:
     network, args = user_function(given["model"])(int(given["batch"]))
     low = given["precision"] == "bf16"
     if low and not trains:
-        network = network.bfloat16()
-        args = tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, args)
+        network, args = in_bf16(network, args)
     options = {"tf32": (given["precision"] == "tf32",) * 2, "kernels": (fused_ops, gpu.gpu)}
     with torch.autocast("cpu", torch.bfloat16, enabled=low and trains):
         made = plan(network.train(trains), args, {}, trains=trains, **options)

@@ -21,15 +21,10 @@ _GATES = {  # the last op first
 def find_activations(graph: Graph) -> None:
     """Replace each such product, in place; what is then not read is left."""
     makers = graph.producers()
-    for node in graph.nodes:
-        if node.op != "mul":
-            continue
-        for x, gate in (("a", "b"), ("b", "a")):
-            name = _gate_of(node.inputs[x], node.inputs[gate], makers)
-            if name is not None:
-                node.op, node.inputs = "act", {"x": node.inputs[x]}
-                node.attrs = {"activation": name}
-                break
+    for node, x, gate in graph.products():
+        name = _gate_of(x, gate, makers)
+        if name is not None:
+            node.op, node.inputs, node.attrs = "act", {"x": x}, {"activation": name}
 
 
 def _gate_of(x: Value, gate: Value, makers: Makers) -> str | None:

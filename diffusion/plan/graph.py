@@ -11,7 +11,7 @@ Each of these takes a graph and returns a graph, or a list of its nodes.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,6 +222,13 @@ class Graph:
         for value in self.outputs:
             readers.setdefault(value, []).append(None)
         return readers
+
+    def products(self) -> Iterator[tuple[Node, Value, Value]]:
+        """Each product of two values, with these in either order, until it is something else."""
+        for node in self.nodes:
+            for x, other in (("a", "b"), ("b", "a")):
+                if node.op == "mul":
+                    yield node, node.inputs[x], node.inputs[other]
 
     def fixed(self, nodes: Iterable[Node]) -> dict[Node, None]:
         """Those of parameters and constants alone, in their order."""

@@ -8,7 +8,8 @@ number of images, which returns a module and a tuple of its arguments.
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from ..errors import ConfigError
 from ..user_files import import_file
@@ -44,3 +45,10 @@ def user_function(model: str) -> Callable[[int], Made]:
         raise ConfigError(f"model={model}: expected a module and a tuple of its arguments")
 
     return made
+
+
+def in_bf16(module: nn.Module, arguments: tuple) -> Made:
+    """Both, with all numbers that have a fraction in bfloat16."""
+    return module.bfloat16(), tree_map_only(
+        Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, arguments
+    )

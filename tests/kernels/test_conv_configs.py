@@ -41,7 +41,7 @@ def one_pass(which: str, shape: Shape, x, weight, bias, dy, tf32: bool, config):
     if which == "forward":
         return conv._conv2d_fwd(x, low, bias, *options)
     if which == "input gradient":
-        return conv._conv2d_dgrad(dy, low, x.shape[1:3], *options)
+        return conv.conv2d_input_grad(dy, low, x.shape[1:3], *options)
     return conv._conv2d_wgrad(x, dy, weight, *options)
 
 

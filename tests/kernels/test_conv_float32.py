@@ -111,7 +111,7 @@ def test_linear_layers_in_chunks(config, device, monkeypatch):
     x, weight, bias, dy = make(shape, torch.float32, device)
     exact, low = references(shape, x, weight, bias, dy)
     y = conv._conv2d_fwd(x, weight, bias, 1, (0, 0), False, config)
-    dx = conv._conv2d_dgrad(dy, weight, x.shape[1:3], 1, (0, 0), False, config)
+    dx = conv.conv2d_input_grad(dy, weight, x.shape[1:3], 1, (0, 0), False, config)
     for got, right, other in zip((y, dx), exact, low, strict=False):
         assert relative(got, right) <= 2 * relative(other, right) + ROUNDING["fp32"]
 

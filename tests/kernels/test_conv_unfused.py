@@ -101,7 +101,7 @@ class TestGpu:
         assert forward and backward
         runs = [(0, lambda c=c: conv._conv2d_fwd(x, low, bias, *options, c)) for c in forward]
         runs += [
-            (1, lambda c=c: conv._conv2d_dgrad(dy, low, x.shape[1:3], *options, c))
+            (1, lambda c=c: conv.conv2d_input_grad(dy, low, x.shape[1:3], *options, c))
             for c in backward
         ]
         for i, run in runs:
@@ -124,7 +124,7 @@ class TestGpu:
         options = (1, padding_of(shape), True)
         runs = [(0, lambda c=c: conv._conv2d_fwd(x, weight, bias, *options, c)) for c in configs]
         turned = TransposeFirst()  # and then it is a forward pass
-        runs.append((1, lambda: conv._conv2d_dgrad(dy, weight, x.shape[1:3], *options, turned)))
+        runs.append((1, lambda: conv.conv2d_input_grad(dy, weight, x.shape[1:3], *options, turned)))
         for i, run in runs:
             first = run()
             budget = 2 * relative(other[i], exact[i]) + ROUNDING["tf32"]
@@ -155,10 +155,10 @@ class TestGpu:
         assert configs
         for c in configs:
             options = (x.shape[1:3], 1, (0, 0), True, c)
-            first = conv._conv2d_dgrad(dy, weight, *options)
+            first = conv.conv2d_input_grad(dy, weight, *options)
             assert relative(first, exact[1]) <= budget
             for _ in range(4):
-                assert torch.equal(conv._conv2d_dgrad(dy, weight, *options), first)
+                assert torch.equal(conv.conv2d_input_grad(dy, weight, *options), first)
 
     def test_what_applies(self, device):
         bf16 = torch.bfloat16

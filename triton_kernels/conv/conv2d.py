@@ -56,13 +56,13 @@ def _conv2d_fwd(
     return y
 
 
-def _conv2d_dgrad(
+def conv2d_input_grad(
     dy: Tensor,  # [N, P, Q, CO]
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
     size: tuple[int, int],  # H, W
     stride: int,
     padding: tuple[int, int],
-    allow_tf32: bool,
+    allow_tf32: bool = True,  # of float32
     config: tuple | None = None,  # of a kernel of `forward`
 ) -> Tensor:  # [N, H, W, CI]
     dx = _empty((dy.shape[0], *size, weight.shape[1]), dtype=dy.dtype, device=dy.device)
@@ -71,19 +71,6 @@ def _conv2d_dgrad(
         operands = ConvOperands(dy, weight, None, dx, stride, padding, precision, True)
         forward.launch(operands, config)
     return dx
-
-
-def conv2d_input_grad(
-    dy: Tensor,  # [N, P, Q, CO]
-    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
-    size: tuple[int, int],  # H, W
-    stride: int,
-    padding: tuple[int, int],
-    *,
-    allow_tf32: bool = True,  # of float32
-) -> Tensor:  # [N, H, W, CI]
-    """dx, for a plan."""
-    return _conv2d_dgrad(dy, weight, size, stride, padding, allow_tf32)
 
 
 def _conv2d_wgrad(
@@ -150,7 +137,7 @@ def _backward_input(
     padding: list[int],
     allow_tf32: bool,
 ) -> Tensor:
-    return _conv2d_dgrad(dy, weight, (h, w), stride, tuple(padding), allow_tf32)
+    return conv2d_input_grad(dy, weight, (h, w), stride, tuple(padding), allow_tf32)
 
 
 @op(

@@ -164,7 +164,7 @@ def _added(node: Node, given: Inputs, *roles: str) -> dict[str, Any]:
 
 
 def _rows(run: Launcher, node: Node):
-    return run.rows_of(node) if "rows" in node.outputs else None
+    return run.rows_of(node) or None
 
 
 def _shaped(node: Node, made: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:

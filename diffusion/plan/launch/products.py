@@ -86,19 +86,13 @@ def _conv_down(run, node, given):
 # --- their gradients ------------------------------------------------------------------------------
 
 
-def _cut(node: Node) -> tuple[tuple[int, int, int, int], int, tuple[int, int]]:
+def _cut(node: Node) -> tuple[tuple[int, int, int, int], tuple[int, int], tuple[int, int]]:
     """How a gradient of `_conv2d` sees its image: the rows and columns of zeros that are put around
-    it, and stride and padding of the kernels."""
-    (stride, _), (y0, y1, x0, x1) = node.attrs["stride"], node.attrs["padding"]
+    it, and stride and padding of the product."""
+    stride, (y0, y1, x0, x1) = node.attrs["stride"], node.attrs["padding"]
     if (y0, x0) != (y1, x1):
         return (y0, y1, x0, x1), stride, (0, 0)
     return (0,) * 4, stride, (y0, x0)
-
-
-def _by_pytorch(node: Node) -> bool:
-    """Whether strides differ, which our kernels do not have."""
-    stride = node.attrs.get("stride", (1, 1))
-    return stride[0] != stride[1]
 
 
 @launches("conv_dx", "linear_dx")
@@ -109,15 +103,15 @@ def _product_dx(run, node, given):
     if node.op == "linear_dx":
         y = _conv2d(run, _rows(dy), as_filters(weight.T), None, tf32=node.tf32)
         return y.view(node.out.shape)
-    n, h, w, _ = node.out.shape
-    if _by_pytorch(node):
-        x = leaf(torch.empty(node.out.shape, dtype=dy.dtype, device=dy.device))
-        with torch.enable_grad():
-            y = _conv2d(run, x, weight, None, **node.attrs)
-        return torch.autograd.grad(y, x, dy)[0]
+    n, h, w, ci = node.out.shape
     (y0, y1, x0, x1), stride, padding = _cut(node)
-    size, weight = (y0 + h + y1, x0 + w + x1), filters(weight)
-    dx = run.of(node).conv2d_input_grad(dy.contiguous(), weight, size, stride, padding)
+    size = y0 + h + y1, x0 + w + x1
+    if stride[0] == stride[1]:
+        operands = dy.contiguous(), filters(weight), size
+        dx = run.of(node).conv2d_input_grad(*operands, stride[0], padding)
+    else:  # which our kernels do not have
+        operands = (n, ci, *size), weight.to(dy.dtype), dy.permute(0, 3, 1, 2)
+        dx = torch.nn.grad.conv2d_input(*operands, stride, padding).permute(0, 2, 3, 1)
     return dx[:, y0 : y0 + h, x0 : x0 + w].contiguous()
 
 
@@ -148,17 +142,16 @@ def _weight_grad(run, node, given):
     r, s = size or (1, 1)
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty((co, r, s, ci), dtype=wide, device=x.device).permute(0, 3, 1, 2)
-    if _by_pytorch(node):
-        weight = leaf(torch.zeros_like(out, dtype=x.dtype))
-        with torch.enable_grad():
-            y = _conv2d(run, x, weight, None, **node.attrs)
-        out = torch.autograd.grad(y, weight, dy)[0]
-    elif node.keeps_size:
+    if node.keeps_size:
         run.of(node).conv_weight_grad(x, dy, out)
+        return out.reshape(node.out.shape)
+    (y0, y1, x0, x1), stride, padding = _cut(node)
+    x = F.pad(x, (0, 0, x0, x1, y0, y1)) if any((y0, y1, x0, x1)) else x
+    if stride[0] == stride[1]:
+        run.of(node).conv_weight_grad(x, dy, out, stride=stride[0], padding=padding)
     else:
-        (y0, y1, x0, x1), stride, padding = _cut(node)
-        x = F.pad(x, (0, 0, x0, x1, y0, y1)) if any((y0, y1, x0, x1)) else x
-        run.of(node).conv_weight_grad(x, dy, out, stride=stride, padding=padding)
+        images = x.permute(0, 3, 1, 2), out.shape, dy.permute(0, 3, 1, 2)
+        out = torch.nn.grad.conv2d_weight(*images, stride, padding)
     return out.reshape(node.out.shape)
 
 

@@ -40,19 +40,16 @@ def conv_few(x, weight, bias=None, **options):
 
 
 def conv2d_input_grad(dy, weight, size, stride, padding):
-    """The gradient of x, of this size, in y = conv(x)."""
+    """The gradient of x, of this size, in y = conv(x), as `convolve` has it."""
     with torch.enable_grad():
         x = dy.new_zeros((dy.shape[0], *size, weight.shape[1])).requires_grad_()
-        y = reference.conv2d(x, weight.detach(), stride=stride, padding=padding)
+        y = convolve(x, weight.detach(), None, stride, padding)
     return torch.autograd.grad(y, x, dy)[0].contiguous()
 
 
 def conv_plain_input_grad(dy, weight):
     """The gradient of x in y = conv(x). Channels of dy behind those of y do not count."""
-    with torch.enable_grad():
-        x = dy.new_zeros((*dy.shape[:3], weight.shape[1])).requires_grad_()
-        y = reference.conv2d(x, weight.detach())
-    return torch.autograd.grad(y, x, dy[..., : y.shape[3]])[0].contiguous()
+    return conv2d_input_grad(dy[..., : weight.shape[0]], weight, dy.shape[1:3], 1, None)
 
 
 def conv_input_grad(dy, weight, *, inputs, table, activation, mask=None):
@@ -100,9 +97,6 @@ def conv_down(x, weight, bias, padding):
 
 def conv_down_input_grad(dy, weight, padding, add=None):
     """The gradient of its x, plus `add`."""
-    n, p, q, _ = dy.shape
-    with torch.enable_grad():
-        x = dy.new_zeros((n, 2 * p, 2 * q, weight.shape[1])).requires_grad_()
-        y = convolve(x, weight.detach(), None, 2, padding)
-    dx = torch.autograd.grad(y, x, dy)[0].contiguous()
+    _, p, q, _ = dy.shape
+    dx = conv2d_input_grad(dy, weight, (2 * p, 2 * q), 2, padding)
     return dx if add is None else dx + add
