@@ -365,7 +365,8 @@ class SR3(nn.Module):
         self.norm, self.qkv = nn.GroupNorm(4, b), nn.Conv2d(b, 3 * b, 1, bias=False)
 
     def forward(self, x: Tensor, level: Tensor) -> Tensor:
-        angles = level[:, None] * torch.exp(-torch.arange(1, dtype=level.dtype)[None])
+        steps = torch.arange(1, dtype=level.dtype, device=level.device)
+        angles = level[:, None] * torch.exp(-steps[None])
         t = self.noise(torch.cat([angles.sin(), angles.cos()], -1))
         gamma, beta = t.view(len(x), -1, 1, 1).chunk(2, dim=1)
         x = self.second((1 + gamma) * self.first(x) + beta) + self.skip(x)
@@ -403,7 +404,7 @@ class Fourier(nn.Module):
         self.modes, self.weight = modes, nn.Parameter(torch.randn(2, c, c, modes, modes, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        m, found = self.modes, torch.fft.rfft2(x)
+        m, found = self.modes, torch.fft.rfft2(x.to(self.weight.dtype))  # which bfloat16 lacks
         y = torch.zeros_like(found)
         for part, weight in zip((slice(0, m), slice(-m, None)), self.weight, strict=True):
             weight = torch.view_as_complex(weight)
