@@ -6,7 +6,7 @@ FORWARD = {
     "linear": "x [..., CI] weight [CO, CI]^T + bias: over images, a convolution with 1x1 filters",
     "group_norm": "act(((x - mean) rstd weight + bias) (1 + scale) + shift), x [N, ..., C]",
     "channel_norm": "act((factor norm(x) weight + bias) (1 + scale) + shift), over the last axis; "
-    "fused, + residual, and in another dtype as well, as low",
+    "fused, + residual",
     "act": "activation(x)",
     "gated": "h act(g), where h and g are the halves of x [..., 2C], and `gate` says which is g",
     "attention": "softmax(q k^T scale) v of each head, of `PARTS`, over keys of a mask; its state",

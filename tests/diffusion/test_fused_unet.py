@@ -143,7 +143,6 @@ IN_OTHERS = {
 # `tests.plan.test_fuse_casts` leaves out
 OF_CASTS = (
     "added behind a norm over channels",
-    "a norm over channels in two types",
     "concatenations as they are read",
     "parts cast where they are read",
     "operands widened by PyTorch",

@@ -224,7 +224,7 @@ def _channel_norms() -> None:
         film = torch.empty(shape[0], 2 * shape[-1], dtype=dtype).chunk(2, 1)
         params = torch.empty(shape[-1]), torch.empty(shape[-1]), *film
         params = params if dtype == torch.bfloat16 else (None,) * 4
-        more = {"residual": x, "low": dtype} if "activation" in how else {}
+        more = {"residual": x} if "activation" in how else {}
         ops.channel_norm_forward(x, params, dtype=torch.float32, **more, **how)
         beside = torch.empty_like(x) if how.get("centred") else None
         ops.channel_norm_backward(dy, x, params, add=beside, rows=beside is not None, **how)

@@ -116,17 +116,15 @@ def channel_norm_forward(
     activation: str = "identity",
     residual: Tensor | None = None,  # as x, of any dtype
     dtype: torch.dtype | None = None,  # of the result; None: of x
-    low: torch.dtype | None = None,  # in which the result is wanted as well
-    tf32: bool = False,  # the first result in float32 is rounded to TF32
-) -> tuple[Tensor, Tensor | None]:  # as x
+    tf32: bool = False,  # a result in float32 is rounded to TF32
+) -> Tensor:  # as x
     """act((factor norm(x) weight + bias) (1 + scale) + shift) + residual, of which the first term
-    is `reference.channel_norm`; and that in the other dtype, or None."""
+    is `reference.channel_norm`."""
     n, pixels, c = _extent(x, params)
     y = _empty(x.shape, dtype=dtype or x.dtype, device=x.device)
-    copy = None if low is None else _empty(x.shape, dtype=low, device=x.device)
     if y.numel() == 0:
-        return y, copy
-    written = sum(t.itemsize for t in (y, copy, residual) if t is not None)
+        return y
+    written = sum(t.itemsize for t in (y, residual) if t is not None)
     spec = ChannelNormSpec(
         n, dtype_name(x.dtype), pixels, c, centred, eps_in, activation, result=written
     )
@@ -135,13 +133,13 @@ def channel_norm_forward(
     def run(config: WholeRows) -> Tensor:
         k, tiles, *tile = _cut(spec, config, gpu)
         channel_norm_fwd_kernel[(n * k,)](
-            x, *params, residual, y, copy, *row_strides(params), pixels, c, k, tiles, eps, factor,
+            x, *params, residual, y, *row_strides(params), pixels, c, k, tiles, eps, factor,
             centred, eps_in, activation, *tile, tf32, num_warps=config.num_warps,
             **overlapping(x.device),
         )  # fmt: skip
         return y
 
-    return run(select(CHANNEL_NORM, spec, gpu, run).config), copy
+    return run(select(CHANNEL_NORM, spec, gpu, run).config)
 
 
 class Gradients(NamedTuple):
@@ -233,7 +231,7 @@ def _channel_norm(
     activation: str,
 ) -> Tensor:
     options = {"eps": eps, "centred": centred, "eps_in": eps_in, "activation": activation}
-    return channel_norm_forward(x, (weight, bias, scale, shift), **options)[0]
+    return channel_norm_forward(x, (weight, bias, scale, shift), **options)
 
 
 def _fake_backward(dy, x, weight, bias, scale, shift, eps, centred, eps_in, activation, needed):

@@ -74,7 +74,6 @@ def channel_norm_fwd_kernel(
     shift_ptr,  # [N, C] or None
     residual_ptr,  # [N, HW, C], of any type, or None: added to y
     y_ptr,  # [N, HW, C], of any type
-    low_ptr,  # [N, HW, C], of any type, or None: y as well
     stride_scale,
     stride_shift,
     HW,
@@ -111,8 +110,6 @@ def channel_norm_fwd_kernel(
         if residual_ptr is not None:
             y += _load(residual_ptr + at, offs, mask)
         tl.store(y_ptr + at + offs, as_operand(y, y_ptr.dtype.element_ty, TF32), mask=mask)
-        if low_ptr is not None:
-            tl.store(low_ptr + at + offs, y.to(low_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["K", "tiles"])

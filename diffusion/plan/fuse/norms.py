@@ -23,18 +23,6 @@ def dropped_pass(f: Fusing, node: Node) -> Value | None:
     return node.out
 
 
-def low_copy(f: Fusing, node: Node) -> Value | None:
-    """What a norm over channels makes is written in another type as well"""
-    norm = f.maker(node.inputs["x"], "channel_norm")
-    if norm is None or norm.out is not node.inputs["x"] or "low" in norm.outputs:
-        return None
-    if not node.out.dtype.is_floating_point:
-        return None
-    norm.outputs["low"] = node.out
-    f.take(norm, node)
-    return node.out
-
-
 def table_and_pass(f: Fusing, node: Node) -> Value | None:
     """The table of a norm is made by the launch that applies it"""
     table = f.maker(node.inputs["table"], "norm_table")

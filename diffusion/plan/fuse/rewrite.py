@@ -22,7 +22,7 @@ class Row:
     # how much longer unet64 takes without it, on an H200 in bf16. "A pass" is forward and backward
     # by accelerate, "a step" one of train.py (`benchmarks.ablate rows=...`), both at commit aca892e
     # where nothing else is said; figures of an H100 are of commit 3a802e1, those of ddpm_cifar10 of
-    # f52b7f1, of denoising_diffusion of 73ca7946. What is predicted is of a network of
+    # f52b7f1, of denoising_diffusion of 73ca7946, 83dce235. What is predicted is of a network of
     # `benchmarks.accelerated`, in bf16 or under autocast: costs of our kernels, and the time that
     # PyTorch's need for their bytes alone
     earns: str

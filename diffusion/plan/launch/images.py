@@ -108,11 +108,9 @@ def _of_channels(run, node):
 @launches("channel_norm")
 def _channel_norm(run, node, given):
     params = tuple(given.get(role) for role in _OF_NORM)
-    low = node.outputs["low"].dtype if "low" in node.outputs else None
-    options = {"dtype": node.out.dtype, "low": low, "residual": given.get("residual")}
+    options = {"dtype": node.out.dtype, "residual": given.get("residual")}
     made = _of_channels(run, node).channel_norm_forward
-    y, low = made(given["x"].contiguous(), params, **options, **node.attrs)
-    return {"y": y, "low": low}
+    return {"y": made(given["x"].contiguous(), params, **options, **node.attrs)}
 
 
 @launches("channel_norm_grad")

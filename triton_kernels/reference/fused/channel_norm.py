@@ -7,14 +7,13 @@ from .norms import operand
 
 
 def channel_norm_forward(
-    x, params=(None,) * 4, *, factor=1.0, residual=None, dtype=None, low=None, tf32=False, **how
+    x, params=(None,) * 4, *, factor=1.0, residual=None, dtype=None, tf32=False, **how
 ):
     """`reference.channel_norm` of x [N, ..., C], times `factor` before the weight, plus a tensor of
-    its shape; and that in the dtype `low`, if there is one."""
+    its shape."""
     y = _formula(x, params, factor, how)
     y = y if residual is None else y + residual
-    copy = None if low is None else y.to(low)
-    return operand(y, tf32).to(dtype or x.dtype), copy
+    return operand(y, tf32).to(dtype or x.dtype)
 
 
 def channel_norm_backward(
