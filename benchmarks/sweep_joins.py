@@ -34,7 +34,7 @@ from triton_kernels.conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_no
 from triton_kernels.conv.few import conv_few
 from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
 from triton_kernels.conv.fused_spec import forward_spec
-from triton_kernels.conv.plain.split_k import CONV_SPLIT, SplitConv, conv_split
+from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split
 from triton_kernels.conv.upsampled import (
     UPSAMPLED,
     conv_of_upsampled,
@@ -44,6 +44,7 @@ from triton_kernels.conv.upsampled import (
 from triton_kernels.conv.upsampled_filters import upsampled_filters
 from triton_kernels.norm.from_partials import NORM_OF_SUMS, norm_of_sums
 from triton_kernels.norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
+from triton_kernels.reductions.conv_parts import SplitConv
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.search import time_call
 from triton_kernels.registry.spec import ConvSpec, NormSpec

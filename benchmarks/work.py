@@ -19,7 +19,7 @@ from torch import Tensor
 import triton_kernels
 from diffusion.training import gradient_norm
 from triton_kernels import fused_ops as fused
-from triton_kernels.conv.plain.split_k import SplitConv
+from triton_kernels.reductions.conv_parts import SplitConv
 
 _FAMILIES = {
     "conv fwd": (

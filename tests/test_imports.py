@@ -53,24 +53,31 @@ def test_diffusion_does_not_know_who_calls_it(path):
 
 
 def known(path: Path) -> set[Path]:
-    """Files of its package that a file imports, but for the package's face, which has a version."""
+    """Files of its package that a file imports, but for the package's face, which names all."""
     found = set()
     for node in imports(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             for place in (base, *(base / alias.name for alias in node.names)):
                 found |= {place.with_suffix(".py"), place / "__init__.py"}
-    return {file for file in found if file.exists()} - {ROOT / "diffusion/__init__.py"}
+    faces = {ROOT / name / "__init__.py" for name in ("diffusion", "triton_kernels")}
+    return {file for file in found if file.exists()} - faces
 
 
 @pytest.mark.parametrize(
     "folder",
-    sorted({p.parent for p in files("diffusion")} - {ROOT / "diffusion"}),
+    [
+        *sorted({p.parent for p in files("diffusion")} - {ROOT / "diffusion"}),
+        *sorted(
+            {p.parent for p in files("triton_kernels")} & set((ROOT / "triton_kernels").iterdir())
+        ),
+    ],
     ids=lambda p: str(p.relative_to(ROOT)),
 )
-def test_what_a_folder_of_diffusion_knows_does_not_know_it(folder):
-    """So that `plan/step`, which asks `plan/schedule.py`, is not asked by it."""
-    inside = {path for path in files("diffusion") if folder in path.parents}
+def test_what_a_folder_knows_does_not_know_it(folder):
+    """So that `plan/step`, which asks `plan/schedule.py`, is not asked by it, and a norm does not
+    know the convolutions that make it in their launches."""
+    inside = {path for path in folder.rglob("*.py")}
     waiting = list(inside)
     reached: set[Path] = set()
     while waiting:

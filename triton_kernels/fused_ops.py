@@ -40,7 +40,7 @@ from .conv.norm_conv import NORM_CONV, norm_conv, norm_conv_of_two
 from .conv.plain.pad_channels import pad_channels
 from .conv.plain.split_k import CONV_SPLIT, conv_split
 from .conv.plain.split_k_sum import resample_parts, sum_parts
-from .conv.skip_dx import skip_dx
+from .conv.skip_dx import skip_backward, skip_dx
 from .conv.stride2 import conv_down, conv_down_input_grad
 from .conv.upsampled import (
     UPSAMPLED,
@@ -60,7 +60,7 @@ from .embedding.sinusoids import sinusoids
 from .gated.product import gated_backward, gated_forward
 from .norm.channel_norm import channel_norm_backward, channel_norm_forward
 from .norm.from_partials import SMALL_NORM, norm_of_sums, norm_of_sums_upsampled
-from .norm.inline_statistics import norm_apply, norm_apply_upsampled, norm_backward, skip_backward
+from .norm.inline_statistics import norm_apply, norm_apply_upsampled, norm_backward
 from .norm.passes import apply, apply_upsampled, norm_dx
 from .norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
 from .norm.sums import activation_grad, tensor_partials

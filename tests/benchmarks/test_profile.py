@@ -6,7 +6,7 @@ import torch
 import triton_kernels
 from benchmarks import harness, profile, work
 from triton_kernels import fused_ops
-from triton_kernels.conv.plain.split_k import SplitConv
+from triton_kernels.reductions.conv_parts import SplitConv
 
 RNG = torch.zeros(2, dtype=torch.int64)
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -7,7 +7,6 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.conv.plain import split_k_sum
-from triton_kernels.conv.plain.split_k import SplitConv
 from triton_kernels.norm import (
     from_partials as norm_of_sums,
 )
@@ -18,6 +17,7 @@ from triton_kernels.norm import (
 from triton_kernels.norm import (
     sums as norm_sums,
 )
+from triton_kernels.reductions.conv_parts import SplitConv
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry import search
 from triton_kernels.registry.choose import select

@@ -2,14 +2,13 @@
 
     norm_apply      x, partials -> a, table              `norm_table` and `apply`
     norm_backward   dz, x, partials, table -> dx         `norm_grad_table` and `norm_dx`
-    skip_backward   the same                             `norm_grad_table` and `skip_dx`
 
 A launch of a few microseconds and the gap behind it cost more than what it computes: here every
 program of the pass makes the statistics of its own channels anew from the partial sums, and the
 first of an image writes down what backward, or the gradients of the parameters, need of them. Where
 the partial sums of an image are many, or the programs that would read them, two launches are
 faster: `NORM_APPLY` and `NORM_BACKWARD` say so. The formulas are those of `norm.tables` and
-`norm.passes`.
+`norm.passes`. `conv.skip_dx.skip_backward` is likewise of `norm_grad_table` and `skip_dx`.
 """
 
 from typing import NamedTuple
@@ -18,8 +17,6 @@ import torch
 from torch import Tensor
 
 from ..activations import check_activation
-from ..conv.plain.skip_dx_tiles import NormSums
-from ..conv.skip_dx import choose_config, folds, skip_dx
 from ..noise.dropout import Mask
 from ..reductions.row_sums import RowSums
 from ..registry.choose import select
@@ -226,44 +223,3 @@ def norm_backward(
         if grad is not None:
             sums.add(work, i * c, grad)
     return dx, added
-
-
-def skip_backward(
-    dy: Tensor,  # [N, H, W, CO]
-    skip_weight: Tensor,  # [CO, C1 + C2, 1, 1], dtype of dy
-    dz: Tensor,  # [N, H, W, C1 + C2]
-    x1: Tensor,  # [N, H, W, C1], or [N, H / 2, W / 2, C1] with upsample1
-    x2: Tensor | None,  # [N, H, W, C2]
-    partials: Tensor,  # float32 [N, K, 2, C1 + C2]: of dz
-    table: Tensor,  # float32 [N, 4, C1 + C2]
-    num_groups: int,
-    grad_weight_out: Tensor | None,  # float32 [C1 + C2], added to by `sums`
-    grad_bias_out: Tensor | None,  # float32 [C1 + C2], likewise
-    *,
-    sums: RowSums,
-    add1: Tensor | None = None,  # [N, H, W, C1]
-    dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
-    upsample1: bool = False,
-    allow_tf32: bool = True,  # as that of `skip_dx`
-    ways: OneLaunch | TwoLaunches | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """`skip_dx` with the coefficients of `norm_grad_table`: the gradients of x1 and x2, and rows
-    whose sum is that of the first over samples and pixels."""
-    (n, h, w, _), c = dy.shape, skip_weight.shape[1]
-    given = dy, skip_weight, x1, x2, add1, upsample1, allow_tf32
-    config = choose_config(*given) if n else None
-    if ways is None:
-        rest = {"grad": True, "tiles": (partials.shape[1],)}
-        spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
-        ways = select(NORM_BACKWARD, spec, describe(dz.device)).config
-    if isinstance(ways, OneLaunch) and n > 0 and folds(config, dy, x1, x2, upsample1):
-        work = sums.rows(n, 2 * c)
-        coeff = NormSums(partials, table, num_groups, work)
-        for i, grad in enumerate((grad_weight_out, grad_bias_out)):
-            if grad is not None:
-                sums.add(work, i * c, grad)
-    else:
-        grads = grad_weight_out, grad_bias_out
-        coeff = norm_grad_table(partials, table, h * w, num_groups, *grads, sums=sums)
-    options = {"dz2": dz2, "upsample1": upsample1, "allow_tf32": allow_tf32, "config": config}
-    return skip_dx(dy, skip_weight, dz, x1, x2, coeff, add1, sums, **options)

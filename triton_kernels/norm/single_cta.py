@@ -14,8 +14,7 @@ import triton
 from torch import Tensor
 
 from ..activations import check_activation
-from ..conv.plain.split_k import SplitConv
-from ..conv.plain.split_k_sum import terms_of
+from ..reductions.conv_parts import SplitConv, terms_of
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping

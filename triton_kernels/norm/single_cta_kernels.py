@@ -3,14 +3,14 @@
 A program has BLOCK_G groups of CG channels of one image, all its pixels, in registers:
 BLOCK_G * BLOCK_J lanes of channels by BLOCK_P pixels.
 
-In which order its loads stand says `conv.plain.split_k_sum`.
+In which order its loads stand says `reductions.conv_parts`.
 """
 
 import triton
 import triton.language as tl
 
 from ..activations import activate
-from ..conv.plain.split_k_sum import load_parts, sum_of_parts, terms_of_parts
+from ..reductions.conv_parts import load_parts, sum_of_parts, terms_of_parts
 from ..runtime.dependent_launch import await_inputs, begin_next
 from ..tf32 import as_operand
 from .coefficients import modulate, parameters

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from triton_kernels.conv.conv_norm import NextNorm
-from triton_kernels.conv.plain.split_k import SplitConv
 from triton_kernels.conv.upsampled import UpsampledFilters
+from triton_kernels.reductions.conv_parts import SplitConv
 
 from ..graph import many
 from .norms import film

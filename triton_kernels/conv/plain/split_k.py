@@ -14,7 +14,7 @@ are split in registers: copies would be two launches more.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -94,23 +94,6 @@ _SUMS = 4096  # of a tile of float32 that is not rounded: a thread has each of t
 _TIMES = {"tf32": 2, "fp32": 6}  # as long a product takes on tensor cores as one of 16 bits
 _MAX_PIXELS = 1024  # of an image: the norm behind it holds a group of all of them
 _FITTED_BY = ("block_c", "block_m", "block_k")
-
-
-@dataclass(frozen=True)
-class SplitConv:
-    """y = sum of parts + bias + extra_bias + emb[n, c] + residual, rounded to dtype."""
-
-    parts: Tensor  # float32 [S, N, CO, H * W]
-    shape: tuple[int, int, int, int]  # of y: N, H, W, CO
-    dtype: torch.dtype
-    bias: Tensor  # float32 [CO]
-    extra_bias: Tensor | None = None  # float32 [CO]
-    emb: Tensor | None = None  # float32 [N, CO], rows any distance apart
-    residual: Tensor | None = None  # [N, H, W, CO]
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts.device
 
 
 @triton.jit

@@ -1,87 +1,22 @@
-"""What adds up the parts of a convolution (`conv_split`, `conv_early`) over the terms of its sum.
-
-Such a kernel is two trips to memory, there and back, if it asks for all that it reads at once. What
-is used first is asked for last. The compiler, which spares registers, may still ask for some, wait,
-and ask for the next. Volatile loads it leaves in their order, but they pass over the cache of the
-multiprocessor and are slower by more than that (docs/kernels/sampling.md).
-
-A channel's pixels are successive in a part, since groups have few channels and all pixels.
-"""
+"""Adds up the parts of a convolution (`reductions.conv_parts`) where no norm does."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...reductions.conv_parts import (
+    SplitConv,
+    load_parts,
+    sum_of_parts,
+    terms_of,
+    terms_of_parts,
+)
 from ...runtime.dependent_launch import await_inputs, begin_next, overlapping
-from ...runtime.layout import check_nhwc, check_shape, row_stride
+from ...runtime.layout import row_stride
 from ...tf32 import as_operand
-from .split_k import SplitConv
 
 _empty = torch.empty  # tests put a function here that returns NaNs
-
-
-@triton.jit
-def terms_of_parts(
-    bias_ptr,  # float32 [C]
-    extra_bias_ptr,  # float32 [C] or None
-    emb_ptr,  # [N, C] or None
-    stride_emb,
-    n,
-    offs_c,  # [L]
-    mask_c,
-):
-    """What is added to the parts of a convolution in every pixel: [L]. Read past the cache of a
-    multiprocessor, which may know an older tensor in its place if the launch in front has not
-    ended."""
-    terms = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
-    if extra_bias_ptr is not None:
-        terms += tl.load(extra_bias_ptr + offs_c, mask=mask_c, other=0.0)
-    if emb_ptr is not None:
-        place = n * stride_emb + offs_c
-        terms += tl.load(emb_ptr + place, mask=mask_c, other=0.0, cache_modifier=".cg")
-    return terms
-
-
-@triton.jit
-def load_parts(
-    parts_ptr,  # float32 [SPLITS, N, C, HW]
-    residual_ptr,  # [N, HW, C] or None
-    N,
-    HW,
-    C,
-    n,
-    offs_c,
-    offs_p,
-    mask_c,
-    mask_p,
-    SPLITS: tl.constexpr,
-):
-    """A tile of every part, float32 [L, P], and of the residual. They are asked for in this
-    order."""
-    mask = mask_c[:, None] & mask_p[None, :]
-    offs = (n * HW + offs_p)[None, :] * C + offs_c[:, None]
-    parts = ()
-    if residual_ptr is not None:
-        parts = parts + (tl.load(residual_ptr + offs, mask=mask, other=0.0),)
-    for split in tl.static_range(SPLITS):
-        ptrs = parts_ptr + split * (N * C).to(tl.int64) * HW
-        ptrs = ptrs + (n * C + offs_c)[:, None] * HW + offs_p[None, :]
-        parts = parts + (tl.load(ptrs, mask=mask, other=0.0),)
-    return parts
-
-
-@triton.jit
-def sum_of_parts(
-    terms,  # of `terms_of_parts`
-    parts,  # of `load_parts`
-):
-    """A tile of a SplitConv, float32 [L, P], not rounded. The last is added first: the compiler,
-    which spares registers, else asks for some of them, waits, and asks for the next."""
-    acc = parts[len(parts) - 1] + terms[:, None]
-    for i in tl.static_range(len(parts) - 1):
-        acc += parts[i].to(tl.float32)
-    return acc
 
 
 @triton.jit
@@ -220,18 +155,3 @@ def _launch(
             **overlapping(y.device, n * h * w),
         )  # fmt: skip
     return y, resampled, partials
-
-
-def terms_of(split: SplitConv | None) -> tuple[Tensor | None, ...]:
-    """parts, bias, extra_bias, emb, residual"""
-    if split is None:
-        return (None,) * 5
-    n, h, w, c = split.shape
-    check_shape("parts", split.parts, split.parts.shape[0], n, c, h * w)
-    assert split.parts.is_contiguous() and split.parts.dtype == torch.float32
-    if split.residual is not None:
-        check_nhwc("residual", split.residual)
-        check_shape("residual", split.residual, n, h, w, c)
-    if split.emb is not None:
-        check_shape("emb", split.emb, n, c)
-    return split.parts, split.bias, split.extra_bias, split.emb, split.residual

@@ -3,7 +3,7 @@
 import torch
 
 from ... import reference
-from ...conv.plain.split_k import SplitConv
+from ...reductions.conv_parts import SplitConv
 from .norms import apply, norm_table, operand
 from .parts import sum_parts
 from .resample import avg_pool, upsample

@@ -2,7 +2,7 @@
 
 import torch
 
-from ...conv.plain.split_k import SplitConv
+from ...reductions.conv_parts import SplitConv
 from .conv import convolve
 from .norms import over_pixels, tensor_partials
 from .resample import avg_pool, upsample
