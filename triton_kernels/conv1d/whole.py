@@ -18,7 +18,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ..hopper.descriptors import SUPPORTED
+from ..hopper.descriptors import SUPPORTED, missing
 from ..registry.cost import fitted_to
 from ..registry.kernel import Kernel, configures
 from ..runtime.device import Device
@@ -60,8 +60,8 @@ class Cut(NamedTuple):
 
 def refuse(spec: StageSpec, gpu: Device) -> str | None:
     """Why it cannot do a convolution."""
-    if not SUPPORTED or not gpu.hopper:
-        return "the GPU has no wgmma, which compute capability 9 alone has, or Triton no Gluon"
+    if reason := missing(gpu):
+        return reason
     if not spec.batched or not spec.by_tap:
         return "it reads an activation of a launch in front, and weights tap by tap"
     if spec.stride not in (1, 2) or spec.itemsize > 4:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..runtime.device import Device, describe
+from ..runtime.device import Device
 
 # Gluon is an experimental part of Triton: a version may come that has moved what the kernels use.
 try:
@@ -17,17 +17,13 @@ else:
 LOADER_REGISTERS = 24  # of a thread of the warps that load: the fewest there are
 
 
-def takes(x: Tensor) -> bool:
-    """Whether it is on a Hopper GPU, with a Triton that has Gluon, and has 16 bits a number."""
-    return SUPPORTED and describe(x.device).hopper and x.itemsize == 2
-
-
-def missing(gpu: Device, itemsize: int) -> str | None:
-    """Why a kernel of this kind cannot run on a GPU, or not on numbers of so many bytes."""
+def missing(gpu: Device, itemsize: int = 2) -> str | None:
+    """Why a kernel of this kind cannot run on a GPU, or one of 16 bits not on numbers of so many
+    bytes."""
     if not SUPPORTED:
         return f"there are no Gluon kernels with this Triton: {MISSING}"
     if not gpu.hopper:
-        return "the GPU has no wgmma, which compute capability 9 alone has"
+        return "it is written for compute capability 9, which alone has wgmma"
     return None if itemsize == 2 else f"numbers have {8 * itemsize} bits; it multiplies 16"
 
 

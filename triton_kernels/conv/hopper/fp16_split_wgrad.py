@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import triton
 
-from ...hopper.descriptors import SUPPORTED
+from ...hopper.descriptors import SUPPORTED, missing
 from ...reductions.column_sum import num_splits
 from ...registry.cost import Work
 from ...registry.kernel import configures
@@ -25,7 +25,6 @@ from ...runtime.device import Device
 from ..configs import WgradOperands, fewest_of, split_kernel
 from ..plain.fp16_split import in_halves
 from ..plain.tma_boxes import refuse_wide_float32
-from .mma_wgrad import supports
 from .operands import in_rows
 from .row_wgrad import WIDTHS, images_of_row
 
@@ -48,7 +47,7 @@ TILE = Fp16SplitWgrad()
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a weight gradient, or None."""
-    if reason := supports(gpu) or refuse_wide_float32(spec, gpu):
+    if reason := missing(gpu) or refuse_wide_float32(spec, gpu):
         return reason
     if (spec.r, spec.s) != (3, 3) or spec.pads != (1, 1):
         return f"it does 3x3 filters of padding 1, not {spec.r}x{spec.s}"

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import MISSING, SUPPORTED, in_boxes
+from ...hopper.descriptors import SUPPORTED, in_boxes, missing
 from ...reductions.column_sum import num_splits
 from ...registry.cost import Work
 from ...registry.kernel import configures
@@ -68,15 +68,8 @@ TILES = [
 ]
 
 
-def supports(gpu: Device) -> str | None:
-    """Why it cannot run on a GPU, or None."""
-    if not SUPPORTED:
-        return f"there are no Gluon kernels with this Triton: {MISSING}"
-    return None if gpu.hopper else "its Gluon kernel is for compute capability 9"
-
-
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    return supports(gpu) or refuse_wide_float32(spec, gpu)
+    return missing(gpu) or refuse_wide_float32(spec, gpu)
 
 
 def tiles(spec: ConvSpec, gpu: Device) -> list[MmaWgrad]:

@@ -96,7 +96,7 @@ def _single_tile(spec: ConvSpec, gpu: Device) -> list[UnfusedSingleTile]:
 
 
 def _refuse_single_tile_tf32(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := missing(gpu, 2) or unaddressable(spec, gpu):
+    if reason := missing(gpu) or unaddressable(spec, gpu):
         return reason
     if not transposes_first(spec) or not spec.pointwise:
         return "it does input gradients of 1x1 filters over many pixels in TF32"

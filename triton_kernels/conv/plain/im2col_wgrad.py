@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...hopper.descriptors import missing
 from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
@@ -64,7 +65,7 @@ class Im2colWgrad(NamedTuple):
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a weight gradient, or a copy does not pay, or None."""
-    if reason := mma_wgrad.supports(gpu):
+    if reason := missing(gpu):
         return reason
     if spec.dtype != "fp32":
         return "it does float32 that is not rounded to TF32"
