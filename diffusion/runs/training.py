@@ -225,7 +225,7 @@ def _train(
             noun=task.noun,
         )
         with writing(run_dir):
-            results = trainer.run(start, stored.get("interval"))
+            results = trainer.run(start, stored)
         return results.get(metric, float("nan"))
 
 

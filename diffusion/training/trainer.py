@@ -104,13 +104,15 @@ class Trainer:
         self.processes, self.dataset_size, self.noun = processes, dataset_size, noun
         self._saved = -1
 
-    def run(self, start: int, interval: dict[str, Any] | None = None) -> dict[str, float]:
-        """Run the updates start, start + 1, ..., settings.steps - 1; `interval` is the one in
-        the state of the checkpoint that the run goes on from. ConfigError: training has diverged,
-        or the disk is full."""
+    def run(self, start: int, before: dict[str, Any]) -> dict[str, float]:
+        """Run the updates start, start + 1, ..., settings.steps - 1; `before` is the state of the
+        checkpoint that the run goes on from, or empty. ConfigError: training has diverged, or the
+        disk is full."""
         settings, first = self.settings, self.processes.is_first
+        counted = start * settings.batch_size  # if batches always had this size
+        self._images_less = counted - before.get("images", counted)
         skipped, device = int(self.step.optimizer.skipped.item()), self.step.flat.param.device
-        self._interval = Interval(start, skipped, device, interval)
+        self._interval = Interval(start, skipped, device, before.get("interval"))
         run_log = self._open_log(start) if first else None
         bar = tqdm(
             total=settings.steps,
@@ -235,8 +237,8 @@ class Trainer:
             log.warning("%d steps before %d had a non-finite gradient and were skipped", new, done)
         return {
             "step": done,
-            "images": done * s.batch_size,
-            "epoch": done * s.batch_size / self.dataset_size,
+            "images": self._images(done),
+            "epoch": self._images(done) / self.dataset_size,
             "loss": loss,
             "lr": self.step.optimizer.settings.lr_at(done - 1, s.steps),
             "grad_norm": norm,
@@ -245,6 +247,10 @@ class Trainer:
             "seconds": interval.run_seconds,
             "gpu_gib": self._gpu_gib(),
         }
+
+    def _images(self, done: int) -> int:
+        """Those that the run has seen after so many steps."""
+        return done * self.settings.batch_size - self._images_less
 
     def _gpu_gib(self) -> float:
         device = self.step.flat.param.device
@@ -304,7 +310,7 @@ class Trainer:
             state = {
                 **self.state,
                 "step": done,
-                "images": done * self.settings.batch_size,
+                "images": self._images(done),
                 "skipped_steps": int(self.step.optimizer.skipped.item()),
                 "interval": self._interval.state(),
             }

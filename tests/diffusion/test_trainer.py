@@ -131,6 +131,17 @@ def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(tmp_path, mon
     assert seconds == sorted(seconds)
 
 
+def test_images_are_counted_on_when_the_batch_changes(tmp_path):
+    options = (*QUIET, "train.log_every=2", "dataset.count=20")
+    for steps, size in ((4, 5), (6, 2), (8, 10)):
+        train(composed(*options, f"train.steps={steps}", f"train.batch_size={size}"), tmp_path)
+    images = [int(row["images"]) for row in rows(tmp_path)]
+    assert images == [10, 20, 24, 44]
+    assert [float(row["epoch"]) for row in rows(tmp_path)] == [count / 20 for count in images]
+    state, _ = read_state(latest_checkpoint(tmp_path / "checkpoints"))
+    assert state["images"] == 44
+
+
 def test_a_state_without_an_interval_is_gone_on_from(tmp_path):
     """As versions before this one wrote it."""
     options = (*QUIET, "train.log_every=4")
