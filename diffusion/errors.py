@@ -80,6 +80,8 @@ def check_writable(path: Path) -> None:
     """ConfigError if what holds `path`, or will when it is made, is no folder or not to be written
     to: before hours of work whose result would have no place."""
     place = next(parent for parent in path.absolute().parents if os.path.exists(parent))
+    if is_of_system(place):
+        raise ConfigError(f"{path} cannot be written: {place} is of the system, and no disk")
     if not os.path.isdir(place):
         raise ConfigError(f"{path} cannot be written: {place} is a file, expected a folder")
     if not os.access(place, os.W_OK | os.X_OK):

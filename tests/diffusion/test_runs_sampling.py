@@ -163,6 +163,12 @@ def test_a_place_that_may_not_be_written_to(checkpoint, tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
+def test_the_system_is_no_place_for_the_result(checkpoint, capsys):
+    with pytest.raises(ConfigError, match="/proc is of the system"):  # which root may write to
+        draw(checkpoint, out="/proc/a.png")
+    assert "sampling in" not in capsys.readouterr().out
+
+
 def test_images_of_an_earlier_drawing_in_the_folder_are_said(checkpoint, tmp_path, recwarn):
     settings = {"ckpt": str(checkpoint), "steps": 1, "device": "cpu", "out": str(tmp_path / "all")}
     sample(settings | {"n": 3})
