@@ -64,6 +64,7 @@ from .registry.kernel import Op
 from .registry.spec import (
     FORWARD_TERMS,
     GRAD_TERMS,
+    TERMS,
     AttentionSpec,
     ChannelNormSpec,
     ConvSpec,
@@ -77,7 +78,11 @@ _UNFUSED = {"forward": forward.FORWARD, "input_grad": forward.INPUT_GRAD}
 _JOINED = {name: op for name, op in OPS.items() if "conv" in name or "linear" in name}
 _PASSES = tuple(_OPS)
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
-_FLAGS = ("emb", "residual", "stats", "mask", "drawn")
+_FLAGS = tuple(  # terms of an epilogue that are there or not
+    field.name
+    for field in dataclasses.fields(ConvSpec)
+    if field.name in TERMS and field.default is False
+)
 WIDTH = 100  # columns of a page
 _UNDER = 24  # where a kernel's words begin, from its mark on
 _EXAMPLE = "conv forward 128x64x64 64->64 3x3 bf16 stats"

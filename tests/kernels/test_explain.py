@@ -9,7 +9,7 @@ from triton_kernels.conv.configs import ConvOperands
 from triton_kernels.conv.forward import spec_of
 from triton_kernels.explain import main, parse
 from triton_kernels.registry.chips import CHIPS, chip
-from triton_kernels.registry.spec import AttentionSpec, ConvSpec
+from triton_kernels.registry.spec import GRAD_TERMS, TERMS, AttentionSpec, ConvSpec
 
 LINE = "conv forward 128x64x64 64->64 3x3 bf16 residual stats"
 
@@ -23,6 +23,14 @@ def test_words_become_a_spec():
     added = {"extra": (64, 32), "emb": True, "stats": True}
     assert op.name == "conv_forward" and spec == ConvSpec(8, "fp16", 16, 20, 192, 320, **added)
     assert str(spec) == "n=8 dtype=fp16 h=16 w=20 k=192 c=320 emb extra=(64,32) stats"
+
+
+@pytest.mark.parametrize("term", [t for t in TERMS if getattr(ConvSpec, t) is False])
+def test_each_term_of_an_epilogue_is_a_word(term):
+    given = "input_grad" if term in GRAD_TERMS else "forward"
+    words = "mask drawn" if term == "drawn" else term  # which is of a mask
+    _, spec = parse(f"conv {given} 8x16x16 64->64 3x3 bf16 {words}")
+    assert getattr(spec, term)
 
 
 def test_a_weight_gradient_has_its_own_kernels(capsys):
