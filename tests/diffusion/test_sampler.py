@@ -12,7 +12,7 @@ from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32
 from diffusion.sampling.sampler import DDPM, ddim_table, ddpm_table
 from triton_kernels import reference
-from triton_kernels.noise.philox import INITIAL
+from triton_kernels.noise.philox import INITIAL, REVERSE
 
 from .toy_chains import SEED, toy
 
@@ -103,6 +103,31 @@ def test_ddim_with_eta_one_is_ddpm(name):
     np.testing.assert_allclose(ddim[:, 2] + ddim[:, 4], ddpm[:, 2], rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(ddim[:, 3], ddpm[:, 3], rtol=1e-6, atol=1e-9)
     np.testing.assert_allclose(ddim[:, 5], ddpm[:, 5], rtol=1e-6)
+
+
+@pytest.mark.parametrize("spacing", ["leading", "trailing", "karras"])
+@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
+def test_ddim_is_an_ancestral_step_of_euler_in_units_of_noise(eta, spacing):
+    """In y = x / sqrt(alpha_bar), whose noise has the deviation sigma, as k-diffusion samples: down
+    along the line through x_0, to where noise of deviation `up` leads back to the next level."""
+    schedule, denoiser = make_schedule("linear", 1000), toy("epsilon", False)
+    options = {"steps": 50, "spacing": spacing, "clip": None, "eta": eta}
+    sampler = make_sampler(schedule, TORCH_FP32, "ddim", **options)
+    alpha_bar = sampler.schedule.alphas_cumprod
+    sigmas = np.append(0.0, np.sqrt(1 / alpha_bar - 1))
+    shape, rng = (2, 3, 5, 3), torch.tensor([SEED, 0])
+    y = reference.normal(shape, rng, stream=INITIAL).double() / alpha_bar[-1] ** 0.5
+    for row in range(50):
+        now, to = sigmas[50 - row], sigmas[49 - row]
+        t = torch.tensor([sampler.schedule.timestep_map[49 - row]] * 2)
+        slope = denoiser(y / (1 + now**2) ** 0.5, t)
+        up = eta * to * (1 - (to / now) ** 2) ** 0.5
+        y = y + ((to**2 - up**2) ** 0.5 - now) * slope
+        if up:
+            rng = torch.tensor([SEED, row])
+            y = y + up * reference.normal(shape, rng, stream=REVERSE).double()
+    error = (sampler.sample(denoiser, shape, seed=SEED) - y).norm() / y.norm()
+    assert error < 1e-5  # of float32, in 50 steps
 
 
 def test_what_the_denoiser_is_given():
