@@ -372,7 +372,10 @@ def _several(override: str) -> str:
 def _unknown(shown: str, value: str, valid: list[str]) -> str:
     group = value.rpartition(".")[0]
     inside = [name for name in valid if group and name.startswith(f"{group}.")]
-    near = [found for names in (inside, valid) for found in _near(value, names)][:1]
+    words = value.rpartition(".")[2].split("_")
+    initials = "".join(word[:1] for word in words)  # lr for learning_rate
+    near = [name for name in inside if len(words) > 1 and name == f"{group}.{initials}"]
+    near += [found for names in (inside, valid) for found in _near(value, names)]
     if not near:  # the same last part in another group
         near = [name for name in valid if name.split(".")[-1] == value.split(".")[-1]][:1]
     hint = f"did you mean {near[0]}? " if near else ""

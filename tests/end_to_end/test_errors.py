@@ -18,6 +18,7 @@ def fails(*command: str, cwd=None) -> str:
     ("override", "expected"),
     [
         ("optim.lrr=1", "did you mean optim.lr?"),
+        ("optim.learning_rate=1", "did you mean optim.lr?"),
         ("+model.chanel_mult=[1]", "did you mean model.channel_mult?"),
         ("dataset=elephnts", "did you mean elephants?"),
         ("dataset=null", "dataset"),
