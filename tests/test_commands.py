@@ -115,7 +115,7 @@ def how(command: str) -> str:
             return "elsewhere"
     for pattern, way in (
         (r"make ", "make"),
-        (r"pip install -e '\.\[", "extra"),
+        (r"pip install (-c constraints\.txt |torch==[\d.]+ )?-e '\.\[", "extra"),
         (r"(python|torchrun .*) -m benchmarks\.", "benchmark"),
         (r"python (train|sample|tools/(prepare|report|export|rollout|doctor))\.py", "script"),
         (r"torchrun --nproc-per-node=\d+ (train|sample|tools/\w+)\.py", "script"),

@@ -45,7 +45,8 @@ def require_fidelity(features: str) -> str:
     which does not where it was built for another PyTorch) and has the extractor."""
     if find_spec("torch_fidelity") is None:
         raise ConfigError(
-            f"FID and KID need torch-fidelity: pip install -e '.[quality]'; {_WITHOUT}"
+            "FID and KID need torch-fidelity: pip install -c constraints.txt -e '.[quality]';"
+            f" {_WITHOUT}"
         )
     try:
         from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY as known  # slow to load
