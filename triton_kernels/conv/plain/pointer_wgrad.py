@@ -175,8 +175,8 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a weight gradient, or why that is left to others, or None."""
     if spec.precision == "ieee" and not spec.padded:
         return "in float32 its products are FMAs, one after the other"
-    if not gpu.tma or (spec.padded and spec.itemsize == 4):  # which nobody else can do
-        return None
+    if not gpu.tma or (spec.itemsize == 4 and (spec.padded or spec.stride > 1)):
+        return None  # others cannot fetch that, or do it with fewer products at a time
     if spec.itemsize == 4 or spec.stride > 1 or min(spec.k, spec.c) < FEW:
         return "of what a TMA unit could fetch it takes 16 bits, stride 1, 16 channels and more"
     if spec.k % 8 == spec.c % 8 == 0:
