@@ -28,7 +28,7 @@ from ..runtime.cuda_graph import captured
 from .build import Plan
 from .execute import Streams, run_moves
 from .graph import Value
-from .launch.table import Launcher, launch_kernels
+from .launch.table import launch_kernels
 from .moves import Move
 
 log = logging.getLogger(__name__)
@@ -110,14 +110,12 @@ def _is_ready(tensors: Sequence[Tensor]) -> bool:
     return here and not torch.cuda.is_current_stream_capturing()
 
 
-def capture(
-    moves: Iterable[Move], values: dict[Value, Tensor], pool: Any, launch: Launcher
-) -> Callable[[], None]:
+def capture(moves: Iterable[Move], values: dict[Value, Tensor], pool: Any) -> Callable[[], None]:
     """What makes these moves again, over the same memory. The moves are not made yet."""
     graph, device = torch.cuda.CUDAGraph(), next(iter(values.values())).device
     streams = Streams(device, others=1)
     with captured(graph, pool=pool, capture_error_mode="thread_local"):
-        run_moves(moves, values, streams, launch)
+        run_moves(moves, values, streams, launch_kernels)
         streams.join()
     return graph.replay
 
@@ -176,7 +174,7 @@ class Graphs:
         values = dict(zip(starts, read, strict=True)) | graph.constants
         self.backward: Callable[[], None] | None = None  # None: it only evaluates
         with torch.autocast(device.type, enabled=False):
-            self.forward = capture(made.schedule.forward, values, pool, launch_kernels)
+            self.forward = capture(made.schedule.forward, values, pool)
             self.results = [values[v] for v in graph.outputs]
             if back is None:
                 return
@@ -186,8 +184,7 @@ class Graphs:
                 for v in seeds
             ]
             values.update((v, x) for v, x in zip(seeds, self.seeds, strict=True) if x is not None)
-            launch = launch_kernels.of_backward(made.tables, device)
-            self.backward = capture(made.schedule.backward, values, pool, launch)
+            self.backward = capture(made.schedule.backward, values, pool)
         wanted = {back.grads[v]: None for v in starts if v in back.grads}
         self.grads = {v: values[v] for v in wanted}
         self.copies = Copies(list(self.grads.values()))

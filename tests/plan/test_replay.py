@@ -29,7 +29,7 @@ class Small(nn.Module):
         return self.last(self.drop(torch.nn.functional.silu(self.norm(h))))
 
 
-def imitated(moves, values, pool, _):
+def imitated(moves, values, pool):
     """`replay.capture` on a CPU."""
     moves, before = list(moves), dict(values)
     streams = Streams(torch.device("cpu"), others=1)
@@ -59,8 +59,8 @@ def graphs(request, monkeypatch):
         monkeypatch.setattr(replay, "_is_ready", lambda tensors: True)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
 
-    def capture(moves, values, pool, launch):
-        run = made(moves, values, pool, launch)
+    def capture(moves, values, pool):
+        run = made(moves, values, pool)
 
         def noted():
             replayed.append(run)
