@@ -90,9 +90,10 @@ def test_of_16_bits_every_product_has_the_kernels_of_16_bits(monkeypatch):
 
 
 @pytest.mark.parametrize("padding", [(1, 1, 1, 1), (0, 1, 0, 1), (1, 0, 2, 1)], ids=str)
-def test_gradients_multiply_nothing_of_the_forward_pass_again(padding, monkeypatch):
+def test_gradients_multiply_nothing_of_the_forward_pass_again(padding, device, monkeypatch):
     layer = nn.Sequential(nn.ZeroPad2d(padding), nn.Conv2d(4, 8, 3, stride=2), nn.Linear(3, 5))
-    x = torch.randn(2, 4, 6, 6, requires_grad=True)
+    layer.to(device)
+    x = torch.randn(2, 4, 6, 6, device=device, requires_grad=True)
     monkeypatch.setattr(Accelerated, "_tf32", lambda self: (False, False))
     monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
     y = Accelerated(layer)(x)
