@@ -61,6 +61,13 @@ class FlatParameters:
         self.averages: dict[float, Tensor] = {}  # further ones than `ema`, by decay
         self.shadow: Tensor | None = None  # what `low` has made, which the optimizer keeps up
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        buffers = [self.param, self.grad, self.exp_avg, self.exp_avg_sq, self.ema, self.shadow]
+        buffers += self.averages.values()
+        return sum(b.nbytes for b in {id(b): b for b in buffers if b is not None}.values())
+
     def low(self, dtype: torch.dtype, tf32: bool = False) -> Tensor:
         """The buffer that layers compute with: `param`, or its shadow in another dtype, or rounded
         to TF32 for products of float32."""

@@ -65,6 +65,11 @@ class RowSums:
         self.tables = {}  # by what was asked for
         self._forget()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept from pass to pass."""
+        return sum(kept.nbytes for kept in (*self.workspaces, *self.tables.values()))
+
     def rows(self, count: int, columns: int) -> Tensor:  # float32 [count, columns]
         """A place for rows, until `flush`."""
         size, start = count * columns, self.used

@@ -1,6 +1,7 @@
 """Prints a training step: the moves that `train.py` makes, in their order.
 
-The step runs over host tensors for which launchers assume a GPU, and its launches are recorded.
+The step runs over host tensors for which launchers assume a GPU, and its launches are recorded. It
+runs once more to count its memory, since sums of rows find theirs from the second step on.
 """
 
 import torch
@@ -17,6 +18,7 @@ from ..moves import Move
 from ..step.network import TrainingUNet, step_kernels
 from ..step.plan import StepPlan
 from .kernels import Launched, Notes, is_interpreted, noting
+from .memory import Allocations, StepMemory
 from .page import Page, Writer
 
 _EMBEDDING = 3  # its stream, on the page
@@ -34,6 +36,7 @@ def step_page(
     if refusal is not None:
         raise PlanError(f"a step has the plan of accelerate: {refusal}")
     t, rng = torch.zeros(len(x), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    x = x.to(model.backend.dtype)  # as the objective hands it over
     with noting(gpu) as notes:
         flat = FlatParameters(model, together=TOGETHER)
         # one process's, whose norm of the gradient is taken beside backward
@@ -45,15 +48,42 @@ def step_page(
         network.forget_gradients()  # as a step does whose gradient is of one pass
         y = network(x, t, labels, rng=rng)
         y.backward(torch.empty_like(y))
-    most, at = max((size, i) for i, size in enumerate(made.schedule.alive()))
-    held = sum(b.nbytes for b in (flat.param, flat.grad, flat.exp_avg, flat.exp_avg_sq, flat.ema))
-    held += 0 if flat.shadow is None else flat.shadow.nbytes
-    where = next(m for m in made.schedule.moves[at:] if m.nodes).nodes[0].out.name
-    memory = (
-        f"memory: {most / 1e6:,.0f} MB of activations and their gradients at the peak ({where}),"
-        f" and {held / 1e6:,.0f} MB of parameters, gradients and the optimizer's state"
-    )
+        memory = str(step_memory(network, x, labels))
     return Page(written.writer.lines, memory, gpu.gpu)
+
+
+def step_memory(
+    network: TrainingUNet,  # in host memory that stands for a GPU's, and has made a step
+    x: Tensor,  # [N, H, W, CI], in the precision of the arithmetic
+    labels: Given,
+) -> StepMemory:
+    """What a training step takes at its peak, by a step in which every tensor is counted."""
+    values: set[int] = set()  # of the plan
+    behind: list[tuple[int, str]] = []  # the peak so far behind moves, and what these have made
+    t, rng = torch.zeros(len(x), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    with Allocations() as counted:
+
+        def watch(move: Move, made: dict[Value, Tensor]) -> None:
+            values.update(counted.numbers(made.values()))
+            if move.nodes:
+                behind.append((counted.peak, move.nodes[0].out.name))
+
+        network.watch = watch
+        network.forget_gradients()
+        noised = torch.empty_like(x)
+        y = network(noised, t, labels, rng=rng)
+        dy = torch.empty_like(y)
+        ends = counted.numbers((noised, y, dy))
+        y.backward(dy)
+    network.watch = None
+    return StepMemory(
+        state=network.flat.nbytes,
+        activations=counted.at_peak(values - ends),
+        rows=network.sums.nbytes,
+        images=counted.at_peak(ends),
+        launches=counted.peak - counted.at_peak(values | ends),
+        at=next((name for peak, name in behind if peak == counted.peak), "its end"),
+    )
 
 
 class _Step:

@@ -77,7 +77,7 @@ class TrainingUNet:
         ready: Callable[[int], None] | None = None,
         urgent: bool = False,
     ) -> None:
-        self.model, self.kernels = model, kernels
+        self.model, self.flat, self.kernels = model, flat, kernels
         self.recompute, self.ready, self.urgent = recompute, ready, urgent
         self.params, self.grads = flat.views(flat.param), flat.views(flat.grad)
         backend = model.backend

@@ -1,0 +1,100 @@
+"""The memory of a training step, and how it is counted: in a dry run.
+
+A plan knows the sizes and lives of its values (`streams.alive`), but not what a launcher makes for
+itself, such as parts of sums, nor the rows that `RowSums` keeps. A dry run makes all of these, with
+the shapes and for as long as on a GPU, over memory of the host that nobody writes.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+# bytes: PyTorch's allocator gives multiples on a GPU, which torch.cuda.memory_allocated counts
+_BLOCK = 512
+
+
+class StepMemory(NamedTuple):
+    """Bytes at the peak of a training step, by what they are for. Beside these are the data set, if
+    the GPU holds it, further averages of the weights, and the loss's own tensors."""
+
+    state: int  # parameters, their gradients and 16-bit copy, the optimizer's moments, the EMA
+    activations: int  # and gradients of activations: the values of the plan
+    rows: int  # that `RowSums` keeps from step to step
+    images: int  # noised; what the network makes of them, and the gradient of that
+    launches: int  # what launchers make for themselves, and the embedding's layers
+    at: str  # what is made then
+
+    @property
+    def total(self) -> int:
+        return self.state + self.activations + self.rows + self.images + self.launches
+
+    def __str__(self) -> str:
+        megabytes = (f"{bytes_ / 1e6:,.0f} MB" for bytes_ in (self.total, *self[:5]))
+        total, state, activations, rows, images, launches = megabytes
+        return (
+            f"memory: {total} at the peak of a step ({self.at}), beside the data set if the GPU"
+            f" holds it: {state} of parameters, gradients and the optimizer's state;"
+            f" {activations} of activations and their gradients; {rows} of rows that are summed to"
+            f" gradients of norms and biases; {images} of noised images, the output and its"
+            f" gradient; {launches} of what launches need for themselves, such as parts of sums"
+        )
+
+
+class Allocations(TorchDispatchMode):
+    """Within the block, counts what is made and still there, in bytes as a GPU's allocator would
+    give them, and remembers the most. What was made before, and on the device "meta", is not
+    counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbers: dict[int, int] = {}  # of the storages that are there
+        self._sizes: dict[int, int] = {}  # by those numbers
+        self._made, self._now = 0, 0
+        self.peak = 0
+        self._at_peak: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        given = {id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(made):
+            if isinstance(x, Tensor) and x.device.type != "meta" and id(x) not in given:
+                self._add(x, args)
+        return made
+
+    def _add(self, x: Tensor, args: tuple) -> None:
+        storage = x.untyped_storage()
+        if storage._cdata in self._numbers or not storage.nbytes():
+            return
+        if any(isinstance(a, Tensor) and _same(a, storage) for a in tree_leaves(args)):
+            return  # a view of what was made before the block
+        number, self._made = self._made, self._made + 1
+        size = -(-storage.nbytes() // _BLOCK) * _BLOCK
+        self._numbers[storage._cdata], self._sizes[number] = number, size
+        self._now += size
+        if self._now > self.peak:
+            self.peak, self._at_peak = self._now, dict(self._sizes)
+        weakref.finalize(storage, self._freed, storage._cdata, number).atexit = False
+
+    def _freed(self, key: int, number: int) -> None:
+        del self._numbers[key]
+        self._now -= self._sizes.pop(number)
+
+    def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
+        """Which of the memory counted so far these are in."""
+        keys = (x.untyped_storage()._cdata for x in tensors)
+        return {self._numbers[key] for key in keys if key in self._numbers}
+
+    def at_peak(self, numbers: set[int]) -> int:
+        """Bytes of these at the peak."""
+        return sum(size for number, size in self._at_peak.items() if number in numbers)
+
+
+def _same(x: Tensor, storage: torch.UntypedStorage) -> bool:
+    return x.device.type != "meta" and x.untyped_storage()._cdata == storage._cdata

@@ -1,0 +1,76 @@
+"""The memory that the page of a step says is what the whole step takes."""
+
+import json
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+from benchmarks.steps import our_model, our_step
+from diffusion.plan.printed.memory import Allocations, StepMemory
+from diffusion.runtime.distributed import Processes
+from tests.end_to_end.run import run
+from tests.plan.memory_of_steps import IMAGES, STEPS, computed, nothing
+from triton_kernels.runtime.device import describe
+
+
+def test_what_is_there_is_counted():
+    """In blocks of 512 bytes; views, what is written in place and what was there before are none
+    of its own."""
+    before = torch.zeros(1000)
+    with Allocations() as counted:
+        x = torch.empty(100)  # 400 bytes
+        number = counted.numbers((x,))
+        before.view(10, 100).add_(x)
+        x.view(10, 10)[2:].mul_(2)
+        assert counted.peak == 512
+        y = torch.empty(1025, dtype=torch.uint8)
+        del x
+        z = torch.empty(128)
+        torch.empty(5000, device="meta")
+        assert counted.peak == 512 + 1536 and counted.numbers((before,)) == set()
+        both = torch.cat((z, z))  # beside y and z
+    assert counted.peak == 1536 + 512 + 1024
+    assert counted.at_peak(counted.numbers((y, both))) == 1536 + 1024
+    assert counted.at_peak(number) == 0  # no longer there
+
+
+@pytest.fixture(scope="module")
+def steps():
+    code, out, err = run("-m", "tests.plan.memory_of_steps")
+    assert code == 0, err
+    return json.loads(out)
+
+
+@pytest.mark.parametrize("number", range(len(STEPS)))
+def test_the_page_counts_all_of_a_step(steps, number):
+    """With data, noise, loss and update, which the page does not run. Each kind is counted."""
+    parts, total, whole = steps[number]
+    sizes = {name: size for name, size in parts.items() if name != "at"}
+    assert all(size > 0 for size in sizes.values()) and sum(sizes.values()) == total
+    assert abs(total - whole) < 0.005 * whole
+    said = str(StepMemory(**parts))
+    assert f"{total / 1e6:,.0f} MB at the peak of a step ({parts['at']})" in said
+    assert f"{parts['rows'] / 1e6:,.0f} MB of rows" in said
+
+
+@pytest.mark.gpu
+def test_measured(monkeypatch):
+    """PyTorch's allocator on a GPU gives what is computed, but for up to 1 MiB of a tensor that it
+    does not split off. Nothing is launched: kernels take no memory."""
+    device = torch.device("cuda")
+    case = "unet64", "bf16", 8, 64
+    said = computed(*case, describe(device)).total
+    monkeypatch.setattr(JITFunction, "run", nothing)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    network = our_model("unet64", "bf16", device, 64)
+    step = our_step(network, 8, 64, device, Processes(None)).plain
+    for k in range(3):
+        step(k)
+    torch.cuda.synchronize()
+    data = IMAGES * 64 * 64 * 3
+    measured = torch.cuda.max_memory_allocated() - before - data
+    assert abs(measured - said) < 0.02 * measured
