@@ -119,7 +119,7 @@ def how(command: str) -> str:
         (r"(python|torchrun .*) -m benchmarks\.", "benchmark"),
         (r"python (train|sample|tools/(prepare|report|export|rollout|doctor))\.py", "script"),
         (r"torchrun --nproc-per-node=\d+ (train|sample|tools/\w+)\.py", "script"),
-        (r"python -m (diffusion\.plan|triton_kernels\.explain|tests\.diffusion\.plan_memory)", "m"),
+        (r"python -m (diffusion\.plan|triton_kernels\.explain)", "m"),
     ):
         if re.match(pattern, command):
             return way

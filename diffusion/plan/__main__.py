@@ -18,6 +18,7 @@ precision  bf16, fp32, tf32
 node       input_blocks.5.0: only what this module launches, or this node (conv_fused8), with the
            answers of the registry: why this kernel, and why none of the others; empty: all
 context    77x768: tokens and numbers per token of a sequence condition; empty: none
+recompute  true: the training step of a UNet keeps fewer activations, as with train.recompute=true
 out        file for a picture of the timeline; empty: none
 """
 
@@ -53,6 +54,7 @@ from .build import Plan, plan
 from .graph import PlanError
 from .inference1d import real_time_plan
 from .launch.table import Kernels
+from .printed.memory import StepMemory
 from .printed.page import Page, page
 from .printed.step import step_page
 from .printed.text import modules, table
@@ -73,6 +75,7 @@ _DEFAULTS = {
     "precision": "bf16",
     "node": "",
     "context": "",
+    "recompute": "false",
     "out": "",
 }
 _CONDITION = 20  # numbers of a policy's condition, as of the built-in task
@@ -95,6 +98,7 @@ def settings(arguments: list[str]) -> dict[str, str]:
         ("model", models),
         ("mode", ("train", "sample")),
         ("precision", tuple(PRECISIONS)),
+        ("recompute", ("true", "false")),
     ):
         own = name == "model" and names_function(given[name])
         if not own and given[name] not in choices:
@@ -163,25 +167,25 @@ def example(
 def _page(given: dict[str, str], changed: dict[str, Any], gpu: Chip) -> Page:
     """Of what train.py and samplers run."""
     trains = given["mode"] == "train"
-    if names_function(given["model"]):
-        return _user_page(given, trains, gpu)
     what = given["model"], int(given["batch"]), given["size"], given["precision"]
     what = *what, given["context"], given["channels"]
     network, args, kwargs = example(*what, **changed)
     if trains and TrainingUNet.refusal(network) is None:
         x, _, *labels = args
         x = x.permute(0, 2, 3, 1).contiguous()
-        return step_page(network.train(), x, *(labels or [None]), gpu)
+        recompute = given["recompute"] == "true"
+        return step_page(network.train(), x, *(labels or [None]), gpu, recompute)
     kwargs = kwargs if trains else {}
     return page(*_plan(network.train(trains), args, kwargs, trains, gpu))
 
 
-def _user_page(given: dict[str, str], trains: bool, gpu: Chip) -> Page:
+def _user_page(given: dict[str, str], gpu: Chip) -> Page:
     """Of what `accelerate` runs; in bf16 training is under autocast, and an evaluation of a module
     in bf16."""
     for name in ("size", "channels", "context"):
         if given[name]:
             raise ConfigError(f"{name}={given[name]}: the arguments of {given['model']} have that")
+    trains = given["mode"] == "train"
     network, args = user_function(given["model"])(int(given["batch"]))
     low = given["precision"] == "bf16"
     if low and not trains:
@@ -232,7 +236,8 @@ def main(arguments: list[str]) -> None:
         check_picture(out)
         check_writable(out)
     try:
-        found = _page(given, changed, gpu)
+        own = names_function(given["model"])
+        found = _user_page(given, gpu) if own else _page(given, changed, gpu)
     except PlanError as error:
         raise ConfigError(str(error)) from error
     except (MemoryError, RuntimeError) as error:
@@ -240,6 +245,8 @@ def main(arguments: list[str]) -> None:
             raise
         what = " ".join(f"{name}={given[name]}" for name in ("batch", "size") if given[name])
         raise ConfigError(f"memory does not suffice for {what}; take less") from error
+    if given["recompute"] == "true" and not isinstance(found.memory, StepMemory):
+        raise ConfigError("recompute=true is for mode=train of a UNet of images")
     try:
         print(table(found, given["node"]))
     except KeyError:

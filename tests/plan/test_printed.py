@@ -67,6 +67,8 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
         ("context=77", "context=77; expected TOKENSxNUMBERS, such as 77x768"),
         ("mode=", "mode= is unknown; choose one of train, sample"),
         ("precision=fp8", "precision=fp8 is unknown; choose one of"),
+        ("recompute=yes", "recompute=yes is unknown; choose one of true, false"),
+        ("recompute=true", "recompute=true is for mode=train of a UNet of images"),
         ("colour=red", "colour=red is unknown; give model=..."),
         (f"model={OWN}/none.py:make", "none.py does not exist"),
         (f"model={OWN}/own_module.py:mak", "own_module.py has no function mak"),

@@ -17,6 +17,7 @@ from ..moves import Move
 from ..ops import FREE, WEIGHT_GRADS
 from .flops import flops_of
 from .kernels import Launched, launched
+from .memory import StepMemory
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Page:
     """All lines in their order, and what is said under them."""
 
     lines: list[Line]
-    memory: str
+    memory: StepMemory | str  # a sentence about it, of what is no step of `train.py`
     gpu: Device
 
 

@@ -29,6 +29,7 @@ def step_page(
     x: Tensor,  # [N, H, W, CI]
     labels: Given,
     gpu: Chip,
+    recompute: bool = False,  # as `train.recompute`
 ) -> Page:
     """The page of a step of the network: without the loss in front of backward, and the update.
     PlanError: the step has no plan, and why."""
@@ -40,7 +41,7 @@ def step_page(
     with noting(gpu) as notes:
         flat = FlatParameters(model, together=TOGETHER)
         # one process's, whose norm of the gradient is taken beside backward
-        network = TrainingUNet(model, flat, kernels, ready=lambda start: None)
+        network = TrainingUNet(model, flat, kernels, recompute, ready=lambda start: None)
         made = network.plan_of(x, *network.tokens(parts_of(labels)))
         notes.taken()  # the tokens, which the call makes again
         written = _Step(network, notes, gpu, made)
@@ -48,16 +49,16 @@ def step_page(
         network.forget_gradients()  # as a step does whose gradient is of one pass
         y = network(x, t, labels, rng=rng)
         y.backward(torch.empty_like(y))
-        memory = str(step_memory(network, x, labels))
+        memory = _memory(network, x, labels)
     return Page(written.writer.lines, memory, gpu.gpu)
 
 
-def step_memory(
-    network: TrainingUNet,  # in host memory that stands for a GPU's, and has made a step
+def _memory(
+    network: TrainingUNet,  # which has made a step
     x: Tensor,  # [N, H, W, CI], in the precision of the arithmetic
     labels: Given,
 ) -> StepMemory:
-    """What a training step takes at its peak, by a step in which every tensor is counted."""
+    """What a step takes at its peak, by another one in which every tensor is counted."""
     values: set[int] = set()  # of the plan
     behind: list[tuple[int, str]] = []  # the peak so far behind moves, and what these have made
     t, rng = torch.zeros(len(x), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)

@@ -102,4 +102,4 @@ def summary(page: Page) -> list[str]:
                 f"{pass_}{often}: {len(of)} nodes, {launches} launches,"
                 f" {moved:.2f} GB, at least {time:,.0f} us"
             )
-    return [*said, page.memory]
+    return [*said, str(page.memory)]
