@@ -52,9 +52,9 @@ KERNELS = (
 )
 
 
-def choose(n=8, run=None, size=16, similar=False, filters=3, dtype="bf16") -> tuple:
+def choose(n=8, run=None, size=16, similar=False, filters=3, dtype="bf16", gpu=HOPPER) -> tuple:
     op = Op("op", ("size", "channels", "filters", "dtype"), KERNELS, similar)
-    return registry.select(op, Sized(n, dtype, size, 16, filters), HOPPER, run).config
+    return registry.select(op, Sized(n, dtype, size, 16, filters), gpu, run).config
 
 
 def row(n, size=128, warps=4, *, kernel="tile", of=16, filters=3) -> dict:
@@ -132,9 +132,10 @@ def test_configurations_of_two_kernels_are_never_equal():
     assert len({narrow, stationary, row_mma.NarrowInput(256)}) == 2
 
 
-def test_a_configuration_that_is_not_listed_any_more_is_not_used(measured):
+def test_a_configuration_that_is_not_listed_any_more_is_not_used(measured, caplog):
     measured(row(8, 512, 8))
     assert choose() == TILES[0]
+    assert "tile does not list {'size': 512, 'warps': 8} for this shape" in caplog.text
     fields = row(8) | {"config": {"size": 128, "warps": 4, "more": 1}}
     measured(fields)
     assert choose() == TILES[0]
@@ -243,18 +244,47 @@ def test_several_may_save_side_by_side(tmp_path):
     assert len(rows.read(path)) == 40 and list(tmp_path.iterdir()) == [path]
 
 
+def without(name: str) -> dict:
+    return {key: value for key, value in row(8, 64).items() if key != name}
+
+
 @pytest.mark.parametrize(
-    "text", ["{", '{"op', "[1]", '{"op": "op"}', json.dumps(row(8) | {"n": -1}), "\udcff"]
+    ("line", "said"),
+    [
+        ("{", "'{' is no JSON"),
+        ("\udcff", "is no JSON"),
+        ("[1]", "[1] is no object with the fields op, n, kernel, config"),
+        (row(8, 64) | {"n": -1}, "n is -1; expected a batch, at least 0"),
+        (without("config"), "it has no config; expected the fields of its configuration"),
+        (row(8, 64) | {"op": "opp"}, "op is 'opp'; there are attention"),
+        (row(8, 64, kernel="tlie"), "kernel is 'tlie'; op has tile, other"),
+        (row(8, 64) | {"szie": 16}, "op has no szie; its fields are size, channels, filters"),
+        (without("size"), "op needs size; its fields are size, channels, filters, dtype"),
+        (
+            row(8, 64) | {"config": {"size": 64, "wraps": 4}},
+            "of tile has no wraps; its fields are size, warps",
+        ),
+    ],
 )
-def test_damaged_rows_are_not_used(text, measured, caplog):
-    """Kernels run with what was shipped, and the next measurement replaces them."""
+def test_a_wrong_line_is_named_once_and_the_others_serve(line, said, measured, caplog):
+    """File, line, the wrong value and the right ones."""
     path = rows.cache_path(HOPPER)
     path.parent.mkdir(parents=True)
-    path.write_text(text, errors="surrogateescape")
-    rows.table.cache_clear()
-    assert choose() == TILES[0] and str(path) in caplog.text
+    text = line if isinstance(line, str) else json.dumps(line)
+    path.write_text(f"{json.dumps(row(2))}\n{text}\n", errors="surrogateescape")
+    for gpu in (HOPPER, HOPPER._replace(off="other")):  # two tables
+        rows.table.cache_clear()
+        assert choose(2, gpu=gpu) == choose(8, gpu=gpu) == TILES[1]
+    (told,) = caplog.messages
+    assert told.startswith(f"{path}:2: this measurement is not used: ") and said in told
     rows.save([row(8, 256, 8)], path)
     assert choose() == TILES[2]
+
+
+def test_a_file_that_cannot_be_read_counts_as_none(measured, caplog):
+    rows.cache_path(HOPPER).mkdir(parents=True)
+    rows.table.cache_clear()
+    assert choose() == TILES[0] and "IsADirectoryError" in caplog.text
 
 
 def test_rows_belong_to_a_chip_and_not_to_a_product(measured):
@@ -292,6 +322,11 @@ def test_shipped_rows_are_of_known_kernels():
             assert kernel is not None and kernel.refuse(spec, HOPPER) is None, r
             configs = kernel.configs(spec, HOPPER)
             assert kernel.meant(r["config"], configs) is not None, r
+
+
+def test_the_row_of_the_documents_is_one_of_them():
+    page = (Path(__file__).parents[2] / "docs/choosing.md").read_text()
+    assert json.loads(page.split("```json")[1].split("```")[0]) in rows.read(SHIPPED[0])
 
 
 def _spec(op: Op, r: dict) -> ConvSpec:

@@ -6,7 +6,7 @@ slow; the configuration with the least predicted time.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ _NONE = (math.inf, None)
 _ALIKE = {"fp16": "bf16"}  # as fast
 
 _decided: dict[tuple[Op, Spec, Device], tuple[Table, Choice]] = {}
+_looked_at: dict[Op, Table] = {}  # whose rows have been checked, of this table
 _notes: list["Decision"] | None = None
 
 
@@ -113,6 +114,8 @@ def _measured(op: Op, spec: Spec, gpu: Device) -> Choice | None:
         config = kernel.meant(row["config"], kernel.configs(spec, gpu))
         if config is not None:
             return Choice(kernel, config, why)
+        if why == "measured":
+            rows.warn(row["at"], f"{kernel.name} does not list {row['config']} for this shape")
     return None
 
 
@@ -148,7 +151,7 @@ def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
     the most similar first."""
     n, of = spec.n, dict(op.shape(spec))
     shape = rows.shape_of(of)
-    measured = rows.table(gpu).get(op.name, {})
+    measured = _checked(op, of, rows.table(gpu))
     if by_batch := measured.get(shape):
         nearest = min(by_batch, key=lambda m: (abs(math.log2(max(m, 1) / max(n, 1))), m))
         yield by_batch[nearest], "measured" if nearest == n else f"like n={nearest}"
@@ -169,6 +172,19 @@ def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
             its = dict(other)
             differing = [f"{k}={its[k]}" for k in of if its[k] != of[k]]
             yield row, " ".join(["like", f"n={known}", *differing])
+
+
+def _checked(op: Op, fields: Iterable[str], table: Table) -> dict[Shape, dict[int, Found]]:
+    """The op's rows, without those that name what it does not have: these are in the log."""
+    if _looked_at.get(op) is not table:
+        _looked_at[op] = table
+        for other, by_batch in table.get(op.name, {}).items():
+            for n, row in list(by_batch.items()):
+                wrong = op.wrong_names(fields, dict(other), row["kernel"], row["config"])
+                if wrong is not None:
+                    rows.warn(row["at"], wrong)
+                    del by_batch[n]
+    return table.get(op.name, {})
 
 
 def _order(row: Found, names: Sequence[str]) -> list[int]:

@@ -1,7 +1,7 @@
 """`Kernel`, a row of the registry, and `Op`, an operation that several kernels can compute."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -165,6 +165,35 @@ class Op:
         if callable(self.key):
             return tuple(self.key(spec).items())
         return tuple((name, getattr(spec, name)) for name in self.key)
+
+    def wrong_names(
+        self,
+        fields: Iterable[str],  # of the shape of a spec
+        given: Iterable[str],  # of that of a row
+        kernel: str,
+        config: dict[str, Any],
+    ) -> str | None:
+        """What a row names that this op does not have, or lacks; None: nothing. An op on several
+        layers may have numbered fields, as many as there are layers."""
+        if callable(self.key):
+            fields, given = (
+                sorted({name.rstrip("0123456789") for name in names}) for names in (fields, given)
+            )
+        found = self.kernel(kernel)
+        if found is None:
+            known = ", ".join(kernel.name for kernel in self.kernels)
+            return f"kernel is {kernel!r}; {self.name} has {known}"
+        return _misnamed(self.name, given, fields) or _misnamed(
+            f"the configuration of {kernel}", config, found.config._fields
+        )
+
+
+def _misnamed(what: str, given: Iterable[str], right: Iterable[str]) -> str | None:
+    unknown, lacking = set(given) - set(right), set(right) - set(given)
+    if not unknown | lacking:
+        return None
+    wrong = f"has no {min(unknown)}" if unknown else f"needs {min(lacking)}"
+    return f"{what} {wrong}; its fields are {', '.join(right) or 'none'}"
 
 
 @dataclass(frozen=True)

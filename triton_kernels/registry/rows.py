@@ -3,7 +3,7 @@
 A row is a line of JSON:
 
     {"op": "conv_forward", "n": 32, "h": 64, "w": 64, "k": 64, ..., "dtype": "bf16",
-     "kernel": "tile_mma", "config": {"block_m": 256, "filters_with_pixels": false}}
+     "kernel": "stationary_weights", "config": {"block_m": 128}}
 
 Rows belong to an architecture and a number of multiprocessors (`sm_90-132.jsonl`), which an H100
 and an H200 share. The package's rows are in `measured/`. A user's rows, written by `search`, are in
@@ -16,19 +16,21 @@ import logging
 import os
 import tempfile
 from collections import defaultdict
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from ..runtime import device
 from ..runtime.device import Device
 
 _SHIPPED = Path(__file__).parents[1] / "measured"
 
 Shape = tuple[tuple[str, Any], ...]
-Found = dict[str, Any]  # {"kernel": name, "config": {...}}
+Found = dict[str, Any]  # {"kernel": name, "config": {...}, "at": "file:line"}
 Table = dict[str, dict[Shape, dict[int, Found]]]  # by op, shape and batch
 
 _log = logging.getLogger(__name__)
@@ -53,11 +55,14 @@ def table(gpu: Device) -> Table:
     found: Table = defaultdict(lambda: defaultdict(dict))
     if gpu.arch == 0:  # the interpreter
         return found
+    ops = {name.split("/")[0] for name in device.kernels if "/" in name}
     for path in (_SHIPPED / file_name(gpu), cache_path(gpu)):
-        for row in read(path):
-            kept = {key: row.pop(key) for key in ("kernel", "config")}
-            op, n = row.pop("op"), row.pop("n")
-            found[op][shape_of(row)][n] = kept
+        for at, row in _lines(path):
+            op, n, kernel, config = (row.pop(name) for name in _FIELDS)
+            if op in ops:
+                found[op][shape_of(row)][n] = {"kernel": kernel, "config": config, "at": at}
+            else:
+                warn(at, f"op is {op!r}; there are {', '.join(sorted(ops))}")
     return found
 
 
@@ -72,25 +77,59 @@ def unmeasured(gpu: Device, op: str, n: int, shape: dict[str, Any]) -> bool:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file; none if there is no such file. One that cannot be read counts as none as
-    well: kernels run without it."""
+    """The rows of a file; none if there is no such file. A line that is no row is named in the log
+    and left out, and so is a file that cannot be read: kernels run without them."""
+    return [row for _, row in _lines(path)]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row, and where it stands."""
     try:
-        rows = [json.loads(line) for line in path.read_text().splitlines() if line]
-        for row in rows:
-            if not (
-                isinstance(row["op"], str)
-                and isinstance(row["n"], int)
-                and row["n"] >= 0
-                and isinstance(row["kernel"], str)
-                and isinstance(row["config"], dict)
-            ):
-                raise ValueError(f"{row} is no measurement")
+        lines = path.read_text(errors="replace").splitlines()
     except FileNotFoundError:
-        return []
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        _log.warning("%s is not a table of measurements and is ignored: %r", path, error)
-        return []
-    return rows
+        return
+    except OSError as error:
+        warn(str(path), repr(error))
+        return
+    for number, line in enumerate(lines, 1):
+        at = f"{path}:{number}"
+        if line:
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                warn(at, f"{line[:80]!r} is no JSON: {error}")
+                continue
+            wrong = _malformed(row)
+            if wrong is None:
+                yield at, row
+            else:
+                warn(at, wrong)
+
+
+def _malformed(row: Any) -> str | None:
+    """What no row may be, whatever its op."""
+    if not isinstance(row, dict):
+        return f"{row!r} is no object with the fields {', '.join(_FIELDS)} and those of its op"
+    for name, (is_right, expected) in _FIELDS.items():
+        if name not in row:
+            return f"it has no {name}; expected {expected}"
+        if not is_right(row[name]):
+            return f"{name} is {row[name]!r}; expected {expected}"
+    return None
+
+
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "op": (lambda op: isinstance(op, str), "the name of an op"),
+    "n": (lambda n: type(n) is int and n >= 0, "a batch, at least 0"),
+    "kernel": (lambda name: isinstance(name, str), "the name of a kernel"),
+    "config": (lambda config: isinstance(config, dict), "the fields of its configuration"),
+}
+
+
+@cache
+def warn(at: str, wrong: str) -> None:
+    """Say once what is wrong with a row, or with a file of rows."""
+    _log.warning("%s: this measurement is not used: %s", at, wrong)
 
 
 def save(rows: list[dict[str, Any]], path: Path) -> None:
