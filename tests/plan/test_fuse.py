@@ -1,6 +1,7 @@
 """What is fused computes the same; and a block's launches can be predicted."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from diffusion import accelerate
 from diffusion.models.blocks import AttentionBlock, ResBlock
 from diffusion.plan.__main__ import example
 from diffusion.plan.build import plan
+from diffusion.plan.fuse import rows as fuse_rows
 from diffusion.plan.fuse.backward import BACKWARD_ROWS
 from diffusion.plan.fuse.forward import FORWARD_ROWS
 from diffusion.plan.fuse.preparing import PREPARING
@@ -307,6 +309,34 @@ def test_a_row_that_is_left_out_changes_nothing_else(trains):
         rest = [reason for reasons in part.graph.why.values() for reason in reasons]
         assert not any(reason.startswith(f"{name} (") for reason in rest)
         assert part.graph.count() != whole.graph.count()
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        y = self.conv(x) * 0.5 + 1
+        return y * 3 - 2 + torch.tanh(y)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_row_of_the_page(trains, monkeypatch):
+    """docs/plan.md, word for word: of four nodes it makes two, for y is read twice."""
+    page = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    section = page.split("## Add a row to the fuse table")[1]
+    exec(section.split("```python\n")[1].split("```")[0], given := {})
+    row, module, x = given["ONE_AFFINE"], Scaled().double(), torch.randn(2, 3, 4, 4).double()
+    before = plan(module, (x,), trains=trains).graph.count()["affine"]
+    monkeypatch.setattr(fuse_rows, "FORWARD_ROWS", (*FORWARD_ROWS, row))
+    monkeypatch.setitem(fuse_rows.ROWS, row.name, row)
+    made = plan(module, (x,), trains=trains).graph
+    assert before - made.count()["affine"] == 2
+    assert [row.name in str(reasons) for reasons in made.why.values()].count(True) == 2
+    assert agree(module, (x,)) < BUDGET
+    with leaving_out(row.name):
+        assert plan(module, (x,), trains=trains).graph.count()["affine"] == before
 
 
 def test_gradients_of_weights_are_rounded_once():
