@@ -1,6 +1,5 @@
 """Calls of an accelerated module by graphs: the numbers of launched ones, and nobody's memory is
-written twice. On a CPU a graph is imitated: it launches its moves again and writes the results to
-the same memory, which is not a number until then."""
+written twice. On a CPU a graph is imitated (`imitated_graph`)."""
 
 import copy
 import logging
@@ -10,9 +9,9 @@ import torch
 from torch import nn
 
 from diffusion import accelerate
-from diffusion.plan import replay
-from diffusion.plan.execute import Streams, run_moves
-from diffusion.plan.launch.table import launch_reference
+from diffusion.plan import planned, replay
+from diffusion.plan.launch.table import launch_kernels, launch_reference
+from tests.plan import imitated_graph
 
 LAUNCHED = 2  # calls of a plan before it has graphs
 
@@ -29,38 +28,32 @@ class Small(nn.Module):
         return self.last(self.drop(torch.nn.functional.silu(self.norm(h))))
 
 
-def imitated(moves, values, pool):
-    """`replay.capture` on a CPU."""
-    moves, before = list(moves), dict(values)
-    streams = Streams(torch.device("cpu"), others=1)
-    with torch.random.fork_rng(devices=[]):
-        run_moves(moves, values, streams, launch_reference)
-    memory = {x.untyped_storage().data_ptr() for x in before.values()}
-    made = {v: x for v, x in values.items() if x.untyped_storage().data_ptr() not in memory}
-    for x in made.values():
-        if x.is_floating_point():
-            x.fill_(torch.nan)
-
-    def again():
-        with torch.autocast("cpu", enabled=False):
-            found = run_moves(moves, dict(before), streams, launch_reference)
-        for v, x in made.items():
-            x.copy_(found[v])
-
-    return again
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param("interpreter", marks=interpreted),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ]
+)
 def graphs(request, monkeypatch):
-    """(the device, a list that gets an entry for each graph that is replayed)."""
+    """(the device, a list that gets an entry for each graph that is replayed). Without a GPU plans
+    run on the reference, or by the kernels, whose launches are interpreted."""
     replayed, kind = [], request.param
-    made = imitated if kind == "cpu" else replay.capture
-    if kind == "cpu":
+    if kind != "cuda":
+        launch = launch_reference if kind == "cpu" else launch_kernels
+        monkeypatch.setattr(planned, "launcher", lambda device: launch)
+        monkeypatch.setattr(replay, "launch_kernels", launch)
         monkeypatch.setattr(replay, "_is_ready", lambda tensors: True)
-        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+        monkeypatch.setattr(replay, "captured", imitated_graph.captured)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", imitated_graph.Graph)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", imitated_graph.Pool)
+    made = replay.capture
 
-    def capture(moves, values, pool):
-        run = made(moves, values, pool)
+    def capture(*given):
+        run = made(*given)
 
         def noted():
             replayed.append(run)
@@ -69,7 +62,7 @@ def graphs(request, monkeypatch):
         return noted
 
     monkeypatch.setattr(replay, "capture", capture)
-    return torch.device(kind), replayed
+    return torch.device("cuda" if kind == "cuda" else "cpu"), replayed
 
 
 def small(device, **options):
