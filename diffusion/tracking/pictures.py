@@ -146,20 +146,25 @@ def _show_powers(axes: Any, values: Sequence[float]) -> None:
 
 
 def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path) -> None:
-    """Plot the losses of several runs over their steps, by name, each as a running mean, as PNG."""
+    """Plot the losses of several runs over their steps, by name, each as a running mean, as PNG.
+    A run without a finite one, which has failed or has only begun, stands neither in it nor in its
+    legend."""
     from matplotlib.figure import Figure  # slow to import, and needed rarely
 
     figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     for name, (steps, loss) in curves.items():
+        if not any(map(math.isfinite, loss)):
+            continue
         window = max(1, len(loss) // 20)
-        mean = np.convolve(loss, np.ones(window) / window, mode="valid") if loss else []
+        mean = np.convolve(loss, np.ones(window) / window, mode="valid")
         style = {"linewidth": 1, "label": name.replace("$", r"\$")}
         axes.plot(steps[window - 1 :], mean, _style(mean), **style)
     _show_powers(axes, [value for _, loss in curves.values() for value in loss])
     _name_axes(axes, "loss, a mean over a twentieth of the run")
     axes.grid(alpha=0.3, which="both")
-    axes.legend(fontsize=8)
+    if axes.lines:
+        axes.legend(fontsize=8)
     figure.savefig(out)
 
 

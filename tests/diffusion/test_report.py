@@ -108,6 +108,20 @@ def test_a_loss_alone_is_seen(tmp_path):
         assert (middle == colour).all(axis=2).sum() > 5, name
 
 
+def test_runs_without_a_loss_are_not_in_the_legend(tmp_path, monkeypatch, recwarn):
+    """Those that failed at once, that have only begun, or that diverged from the first row on."""
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    empty = {"failed": ([], []), "diverged": ([1, 2], [math.nan, math.inf])}
+    draw_loss_curves({"good": ([1, 2], [1, 0.5])} | empty, tmp_path / "a.png")
+    draw_loss_curves(empty, tmp_path / "b.png")
+    some, none = (figure.axes[0].get_legend() for figure in drawn)
+    assert [text.get_text() for text in some.get_texts()] == ["good"]
+    assert none is None and not recwarn.list
+
+
 @pytest.mark.parametrize(("last", "scale"), [(0.5, "log"), (math.nan, "log"), (0.0, "linear")])
 def test_losses_stand_on_a_logarithmic_axis(last, scale):
     """Also beside those of a run that diverged, and with plain numbers."""
