@@ -69,7 +69,9 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """In the unit that says it in two or three digits."""
+    """In the unit that says it in two or three digits; what is not 0 is not said to be."""
+    if 0 < seconds < 1:
+        return f"{max(1, round(seconds * 1000))} ms"
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 5400:

@@ -7,7 +7,7 @@ import pytest
 
 from diffusion.data.elephants import elephants
 from diffusion.runtime import progress
-from diffusion.runtime.progress import Progress
+from diffusion.runtime.progress import Progress, duration
 
 
 @pytest.fixture
@@ -29,6 +29,17 @@ def test_a_log_gets_a_line_every_ten_seconds(clock, capsys):
         "PHOTOS: 200 of 1000, 20 img/s, about 40 s left",
         "PHOTOS: 400 of 1000, 20 img/s, about 30 s left",
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        *((0, "0 s"), (1e-5, "1 ms"), (0.034, "34 ms"), (0.9, "900 ms"), (1, "1 s")),
+        *((89, "89 s"), (90, "2 min"), (7200, "2.0 h")),
+    ],
+)
+def test_a_duration_is_said_in_its_unit(seconds, said):
+    assert duration(seconds) == said
 
 
 def test_before_the_first_is_done_there_is_no_rate(clock, capsys):

@@ -162,6 +162,8 @@ def test_a_row_shows_the_rate_and_what_is_left(rate, words):
 def test_a_run_that_takes_days_is_said_to(monkeypatch):
     line = said(monkeypatch, steps=100_000)
     assert "a step will take about" in line and " days; experiment=demo takes minutes" in line
+    short = said(monkeypatch, model=UNET64, size=16, steps=10**7, batch_size=1)
+    assert "a step will take about" in short and " ms, and train.steps" in short  # not about 0 s
     seconds = said(monkeypatch, steps=100_000, batch_size=64)
     assert float(line.split(" days")[0].split()[-1]) == pytest.approx(
         2 * float(seconds.split(" days")[0].split()[-1]), rel=0.02
