@@ -4,7 +4,7 @@ import atexit
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from ..data.autoencoder import autoencoder_digest, missing_autoencoder
@@ -29,7 +28,7 @@ from ..runtime.precompile import DRAWN, compile_ahead
 from ..runtime.progress import Progress
 from ..sampling.chain import TabulatedDenoiser
 from ..sampling.conditioning import beside_condition
-from ..sampling.draw import cut, draw, rehearse
+from ..sampling.draw import cut, draw_batches, rehearse
 from ..sampling.edit import Edit
 from ..sampling.guidance import Guidance
 from ..sampling.sampler import Sampler
@@ -37,8 +36,8 @@ from ..settings import construct, shown
 from ..tracking.pictures import grid
 from .conditioning import load_conditions
 from .editing import edited_options, load_edit
+from .picture_folder import PictureFolder, digest_of
 
-_GRID_OF = 100  # images at most in the grid that comes with a folder of images
 _FILES = (".png", ".npz", ".npy")
 _NAMED = 40  # letters of a setting, at most, in the name of a picture
 # settings of `load_guide`
@@ -204,14 +203,69 @@ def sample(config: dict[str, Any]) -> Path:
     given = load_conditions(
         settings.condition, settings.vector, settings.context, labels, settings.n, trained
     )
-    finish = values.picture if out.suffix == ".png" else values.finish
-    images = draw_all(settings, trained, sampler, given, finish)
-    if images is not None:
-        with writing(out):
-            shown = partial(beside_condition, conditions=given, given=trained.condition)
-            _save(images, out, None if labels is None else labels.cpu().numpy(), shown)
+    shown = partial(beside_condition, conditions=given, given=trained.condition)
+    if _is_folder(out):
+        said = _draw_into(out, settings, trained, sampler, given, values, shown)
+    else:
+        finish = values.picture if out.suffix == ".png" else values.finish
+        images = draw_all(settings, trained, sampler, given, finish)
+        said = images is not None
+        if said:
+            with writing(out):
+                _save(images, out, None if labels is None else labels.cpu().numpy(), shown)
+    if said:
         print(f"{settings.n} images of {settings.ckpt} in {out}")
     return out
+
+
+def _draw_into(
+    out: Path,
+    settings: SampleSettings,
+    trained: Trained,
+    sampler: Sampler,
+    given: Given,
+    values: Values,
+    shown: Callable[[np.ndarray], np.ndarray],  # of those in the grid
+) -> bool:
+    """Draw into a folder, each batch as soon as it is done, and go on where the same drawing was
+    stopped. Whether this process is the first, which writes."""
+    drawing = _Drawing(settings, trained, sampler, given)
+    processes, folder, done = drawing.processes, None, 0
+    batches, _ = cut(drawing.share, settings.batch_size)
+    if processes.is_first:
+        with writing(out):
+            folder = PictureFolder(out, _identity(drawing, values), settings.n)
+            done = folder.begin([drawing.numbers(batch) for batch in range(batches)])
+        if done:
+            print(f"{out} has {done} of {batches} batches of this drawing, which goes on")
+    done = processes.of_first(done)
+    try:
+        for images in drawing.batches(values.finish, done):
+            gathered = processes.gather(torch.from_numpy(images))
+            if folder is not None:
+                with writing(out):
+                    folder.write(drawing.numbers(done), gathered.numpy())
+            done += 1
+    except KeyboardInterrupt:
+        if folder is not None and done:
+            print(f"{done} of {batches} batches are in {out}; the same command goes on", flush=True)
+        raise
+    if folder is not None:
+        with writing(out):
+            folder.finish(shown)
+    return processes.is_first
+
+
+def _identity(drawing: "_Drawing", values: Values) -> str:
+    """A digest of all that images of a folder depend on."""
+    settings, trained, guide = drawing.settings, drawing.trained, drawing.guide
+    said = {field.name: getattr(settings, field.name) for field in fields(settings)}
+    said |= {"out": None, "device": None, "backend": trained.model.backend.name}
+    said |= {"precision": trained.model.backend.precision, "processes": drawing.processes.count}
+    if isinstance(values, Latents):
+        said["autoencoder"] = autoencoder_digest(values.autoencoder)
+    weaker = None if guide.weaker is None else guide.weaker.model
+    return digest_of(said, trained.model, weaker, drawing.given, drawing.edit)
 
 
 def draw_all(
@@ -238,45 +292,75 @@ def draw_share(
 ) -> np.ndarray:
     """This process's share of the images, [share, H, W, C] as `finish` makes them; those of all
     processes, one behind the other, are n or some more."""
-    backend, n = trained.model.backend, settings.n
-    processes = Processes(next(trained.model.parameters()).device)
-    atexit.register(processes.close)  # the next job of a sweep draws in this group
-    share = -(-n // processes.count)
-    first = processes.rank * share
-    guide, edit = settings.guide_of(trained), settings.edit_of(trained)
-    network, weaker = sampling_network(trained.model.eval()), guide.network()
-    if processes.is_first:
-        how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
-        how += f", {processes.count} processes" if processes.count > 1 else ""
-        dtype = str(backend.dtype).removeprefix("torch.")
-        print(f"sampling in {dtype} with backend {backend.name}, {how}")
-    if isinstance(network, InferenceUNet):
-        context = parts_of(labels).context
-        tokens = 0 if context is None else context.shape[1] - 1
-        _compile_ahead(settings, trained, guide, share, tokens)
-        processes.wait()  # for the first of each machine, which compiles
-    began = time.monotonic()
-    with Progress(unit="step") as progress:
-        images = draw(
-            trained.model,
-            sampler,
-            share,
-            trained.image_shape,
-            seed=settings.seed,
-            first=first,
-            labels=None if labels is None else labels[torch.arange(first, first + share) % n],
-            guidance=guide.guidance,
-            weaker=weaker,
-            batch_size=settings.batch_size,
-            progress=progress.reach,
-            network=network,
-            finish=finish or trained.values.finish,
-            edit=edit,
-        )
-    if processes.is_first:
-        seconds = time.monotonic() - began  # capture of the chain's graph included
-        print(f"sampled in {seconds:.1f} s, {n / seconds:.3g} images/s", flush=True)
-    return images
+    drawing = _Drawing(settings, trained, sampler, labels)
+    return np.concatenate(list(drawing.batches(finish)))[: drawing.share]
+
+
+class _Drawing:
+    """What is about to be drawn, by how many processes."""
+
+    def __init__(
+        self, settings: DrawSettings, trained: Trained, sampler: Sampler, given: Given
+    ) -> None:
+        self.settings, self.trained, self.sampler, self.given = settings, trained, sampler, given
+        self.processes = Processes(next(trained.model.parameters()).device)
+        atexit.register(self.processes.close)  # the next job of a sweep draws in this group
+        self.share = -(-settings.n // self.processes.count)  # images of this process
+        self.guide, self.edit = settings.guide_of(trained), settings.edit_of(trained)
+
+    def numbers(self, batch: int) -> list[int]:
+        """Of the images of a batch, those of all processes one behind the other; n for what goes
+        beyond a process's share, or is n or more."""
+        _, count = cut(self.share, self.settings.batch_size)
+        places = range(batch * count, (batch + 1) * count)
+        firsts = [rank * self.share for rank in range(self.processes.count)]
+        n, share = self.settings.n, self.share
+        return [first + i if i < share else n for first in firsts for i in places]
+
+    def batches(
+        self, finish: Callable[[Tensor], np.ndarray] | None, done: int = 0
+    ) -> Iterator[np.ndarray]:
+        """This process's batches as they are done, but for those that are already; progress is
+        shown. See `draw_batches`."""
+        settings, trained, guide, labels = self.settings, self.trained, self.guide, self.given
+        processes, share, n = self.processes, self.share, settings.n
+        backend, first = trained.model.backend, processes.rank * share
+        network, weaker = sampling_network(trained.model.eval()), guide.network()
+        if processes.is_first:
+            how = "the fused plan" if isinstance(network, InferenceUNet) else "layer by layer"
+            how += f", {processes.count} processes" if processes.count > 1 else ""
+            dtype = str(backend.dtype).removeprefix("torch.")
+            print(f"sampling in {dtype} with backend {backend.name}, {how}")
+        if isinstance(network, InferenceUNet):
+            context = parts_of(labels).context
+            tokens = 0 if context is None else context.shape[1] - 1
+            _compile_ahead(settings, trained, guide, share, tokens)
+            processes.wait()  # for the first of each machine, which compiles
+        began, drawn = time.monotonic(), 0
+        with Progress(unit="step") as progress:
+            for images in draw_batches(
+                trained.model,
+                self.sampler,
+                share,
+                trained.image_shape,
+                seed=settings.seed,
+                first=first,
+                labels=None if labels is None else labels[torch.arange(first, first + share) % n],
+                guidance=guide.guidance,
+                weaker=weaker,
+                batch_size=settings.batch_size,
+                done=done,
+                progress=progress.reach,
+                network=network,
+                finish=finish or trained.values.finish,
+                edit=self.edit,
+            ):
+                drawn += len(images)
+                yield images
+        if processes.is_first and drawn:
+            seconds = time.monotonic() - began  # capture of the chain's graph included
+            drawn = min(drawn * processes.count, n)
+            print(f"sampled in {seconds:.1f} s, {drawn / seconds:.3g} images/s", flush=True)
 
 
 def rehearse_drawing(settings: DrawSettings, tokens: int = 0) -> None:
@@ -430,36 +514,21 @@ def _check_out(out: Path, values: Values, channels: int) -> None:
 
 
 def _save(
-    images: np.ndarray,  # uint8 [N, H, W, C]; for .npy and .npz anything
+    images: np.ndarray,  # [N, H, W, C], for a grid uint8
     out: Path,
     labels: np.ndarray | None = None,  # int64 [N]
     shown: Callable[[np.ndarray], np.ndarray] = lambda images: images,  # of those in a grid
 ) -> None:
-    """As a grid, a .npy, guided-diffusion's .npz, or one PNG an image and a grid."""
+    """As a grid, a .npy or guided-diffusion's .npz."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    if not _is_folder(out):
-        aside = out.with_name(f".writing_{out.name}")  # on a full disk, what is there stays
-        try:
-            if out.suffix == ".png":
-                grid(shown(images)).save(aside)
-            elif out.suffix == ".npy":
-                np.save(aside, images)
-            else:
-                np.savez(aside, images, *([] if labels is None else [labels]))  # arr_0, arr_1
-            os.replace(aside, out)
-        finally:
-            aside.unlink(missing_ok=True)
-    else:
-        out.mkdir(exist_ok=True)
-        for i, image in enumerate(images):
-            pixels = image[..., 0] if image.shape[2] == 1 else image
-            Image.fromarray(pixels).save(out / f"{i:06d}.png")
-        grid(shown(images[:_GRID_OF])).save(out / "grid.png")
-        numbers = [path.stem for path in out.glob("[0-9]*.png") if path.stem.isdecimal()]
-        older = sum(int(number) >= len(images) for number in numbers)
-        if older:
-            warnings.warn(
-                f"{out} has {older} images more, of an earlier drawing; these are numbers 0 to"
-                f" {len(images) - 1}",
-                stacklevel=2,
-            )
+    aside = out.with_name(f".writing_{out.name}")  # on a full disk, what is there stays
+    try:
+        if out.suffix == ".png":
+            grid(shown(images)).save(aside)
+        elif out.suffix == ".npy":
+            np.save(aside, images)
+        else:
+            np.savez(aside, images, *([] if labels is None else [labels]))  # arr_0, arr_1
+        os.replace(aside, out)
+    finally:
+        aside.unlink(missing_ok=True)

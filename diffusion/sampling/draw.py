@@ -1,6 +1,7 @@
 """Images out of a trained network."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +19,21 @@ from .sampler import Sampler
 BATCH = 64  # images at a time, if nobody says
 
 
-@torch.no_grad()
 def draw(
+    model: nn.Module,
+    sampler: Sampler,
+    n: int,
+    image_shape: tuple[int, int, int],  # H, W, C
+    **options: Any,  # of `draw_batches`
+) -> np.ndarray:
+    """[n, H, W, C] as `finish` makes them, uint8 if nobody says another; images first ..
+    first + n - 1 of this seed. Image i depends on the seed and on i alone, not on the batch size.
+    Raises ValueError as `draw_batches`."""
+    return np.concatenate(list(draw_batches(model, sampler, n, image_shape, **options)))[:n]
+
+
+@torch.no_grad()
+def draw_batches(
     model: nn.Module,
     sampler: Sampler,
     n: int,
@@ -31,16 +45,16 @@ def draw(
     guidance: float | Guidance = 1.0,  # scale; 1: none
     weaker: Denoiser | TabulatedDenoiser | None = None,  # what to go away from, see `guide`
     batch_size: int = BATCH,
-    progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all)
+    done: int = 0,  # batches that are not drawn again
+    progress: Callable[[int, int], None] | None = None,  # (steps done, steps in all), of the others
     network: Denoiser | TabulatedDenoiser | None = None,  # None: model.forward_nhwc
     finish: Callable[[Tensor], np.ndarray] = to_uint8,  # of a batch: float32 [N, H, W, C]
     edit: Edit | None = None,  # images to begin from, or to keep in part
-) -> np.ndarray:
-    """[n, H, W, C] as `finish` makes them, uint8 if nobody says another; images first ..
-    first + n - 1 of this seed. Image i depends on the seed and on i alone, not on the batch size.
+) -> Iterator[np.ndarray]:
+    """The images of `draw`, batch by batch as they are done.
 
-    Batches are of one size, as one graph serves them all: the last may go beyond n, and what is
-    too much is cut off. ValueError: n or a batch size below 1, or labels that are not n.
+    Batches are of one size, that of `cut`, as one graph serves them all: the last may go beyond n.
+    ValueError: n or a batch size below 1, or labels that are not n.
     """
     if n < 1 or batch_size < 1:
         raise ValueError(f"n is {n} and batch_size {batch_size}; expected at least 1")
@@ -53,26 +67,27 @@ def draw(
     device = sampler.rows.device
     training = model.training
     model.eval()
-    parts, (batches, count) = [], cut(n, batch_size)
-    for batch in range(batches):
-        start = batch * count
+    batches, count = cut(n, batch_size)
+    try:
+        for batch in range(done, batches):
+            start = batch * count
 
-        def report(done: int, total: int, batch: int = batch) -> None:
-            if progress is not None:
-                progress(batch * total + done, batches * total)
+            def report(steps: int, total: int, batch: int = batch) -> None:
+                if progress is not None:
+                    progress((batch - done) * total + steps, (batches - done) * total)
 
-        x = sampler.sample(
-            denoiser,
-            (count, *image_shape),
-            seed=seed,
-            labels=_rows(labels, torch.arange(start, start + count) % n, device),
-            first=first + start,
-            progress=report,
-            edit=edit,
-        )
-        parts.append(finish(x))
-    model.train(training)
-    return np.concatenate(parts)[:n]
+            x = sampler.sample(
+                denoiser,
+                (count, *image_shape),
+                seed=seed,
+                labels=_rows(labels, torch.arange(start, start + count) % n, device),
+                first=first + start,
+                progress=report,
+                edit=edit,
+            )
+            yield finish(x)
+    finally:
+        model.train(training)
 
 
 @torch.no_grad()

@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from diffusion.data import ImageSet
 from diffusion.data.packed import write_packed
+from diffusion.data.values import Pixels
 from diffusion.errors import ConfigError
 from diffusion.factory import build_model
-from diffusion.formats.checkpoint import save_checkpoint
+from diffusion.formats.checkpoint import read_state, save_checkpoint
 from diffusion.formats.trained import load_trained
 from diffusion.formats.weights import save_unet_cu
 from diffusion.models.flat_parameters import FlatParameters
@@ -176,6 +178,78 @@ def test_images_of_an_earlier_drawing_in_the_folder_are_said(checkpoint, tmp_pat
     assert not recwarn.list
     with pytest.warns(UserWarning, match="all has 2 images more, of an earlier drawing"):
         sample(settings | {"n": 1})
+
+
+@pytest.fixture
+def stopped(checkpoint, tmp_path, monkeypatch, capsys):
+    """Settings of a drawing of 5 images in 3 batches into a folder, stopped in the third."""
+    settings = {"ckpt": str(checkpoint), "n": 5, "batch_size": 2, "steps": 1, "device": "cpu"}
+    settings |= {"out": str(tmp_path / "all")}
+    sample(settings | {"out": str(tmp_path / "whole")})
+    batches = []
+
+    def finish(self, x, finish=Pixels.finish):
+        batches.append(len(x))
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return finish(self, x)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Pixels, "finish", finish)
+        sample(settings)
+    assert "2 of 3 batches are in" in capsys.readouterr().out
+    return settings
+
+
+def files(folder) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_folder_keeps_what_a_stopped_drawing_has_and_goes_on(stopped, tmp_path, capsys):
+    early, first = files(tmp_path / "all"), tmp_path / "all" / "000000.png"
+    assert sorted(early) == [".drawing.json", *(f"{i:06d}.png" for i in range(4))]
+    Image.new("RGB", (12, 8), "red").save(first)  # which is not drawn again
+    sample(stopped)
+    assert "all has 2 of 3 batches of this drawing" in capsys.readouterr().out
+    assert Image.open(first).getpixel((0, 0)) == (255, 0, 0)
+    first.write_bytes(early["000000.png"])
+    whole = files(tmp_path / "whole")
+    assert files(tmp_path / "all") | {"grid.png": whole["grid.png"]} == whole
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"n": 6}, {"ema": False}], ids=str)
+def test_another_drawing_begins_anew(stopped, tmp_path, capsys, other):
+    sample(stopped | other)
+    assert "goes on" not in capsys.readouterr().out
+    sample(stopped | other | {"out": str(tmp_path / "other")})
+    assert files(tmp_path / "all") == files(tmp_path / "other")
+
+
+@pytest.mark.parametrize("damaged", [None, b"", b"\x89PNG\r\n"])
+def test_a_batch_that_is_not_whole_is_drawn_again(stopped, tmp_path, capsys, damaged):
+    path = tmp_path / "all" / "000003.png"  # of the second
+    path.unlink() if damaged is None else path.write_bytes(damaged)
+    sample(stopped)
+    assert "1 of 3 batches" in capsys.readouterr().out
+    assert files(tmp_path / "all") == files(tmp_path / "whole")
+
+
+def test_a_drawing_of_other_weights_begins_anew(stopped, checkpoint, tmp_path, capsys):
+    """As of a run that has been trained on, under the same name."""
+    trained = network(num_classes=3)
+    trained.get_parameter("out.0.bias").data[1] = 1.0
+    state, config = read_state(checkpoint)
+    save_checkpoint(checkpoint.parent, FlatParameters(trained), state, config, keep=1)
+    sample(stopped)
+    assert "goes on" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 100_000])
+def test_a_damaged_record_of_a_drawing_is_none(stopped, tmp_path, text, capsys):
+    (tmp_path / "all" / ".drawing.json").write_text(text)
+    sample(stopped)
+    assert "goes on" not in capsys.readouterr().out
+    assert files(tmp_path / "all") == files(tmp_path / "whole")
 
 
 def test_a_folder_whose_name_has_a_dot(checkpoint, tmp_path):

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 
 from diffusion.data.batches import Batches
@@ -100,6 +101,7 @@ def test_only_the_first_process_writes(runs):
 def test_two_processes_draw_the_images_of_one(runs, tmp_path):
     """Five images, so that one share goes beyond them; of every class, with guidance."""
     settings = (f"ckpt={runs[0]}", "n=5", "steps=3", "eta=1", "guidance=2", "device=cpu")
+    settings += ("batch_size=2",)
     code, _, err = run("sample.py", *settings, f"out={tmp_path}/one.npz")
     assert code == 0, err
     said = run_together("sample.py", *settings, f"out={tmp_path}/two.npz")
@@ -109,6 +111,12 @@ def test_two_processes_draw_the_images_of_one(runs, tmp_path):
     one, two = (np.load(tmp_path / name)["arr_0"] for name in ("one.npz", "two.npz"))
     # in a batch of another size a level may be rounded the other way
     assert one.shape == (5, 8, 8, 3) and np.abs(one.astype(int) - two).max() <= 1
+    said = run_together("sample.py", *settings, f"out={tmp_path}/all")
+    assert all(code == 0 for code, _, _ in said), said
+    names = sorted(path.name for path in (tmp_path / "all").iterdir())
+    assert names == [*(f"{i:06d}.png" for i in range(5)), "grid.png"]
+    files = [np.asarray(Image.open(tmp_path / "all" / name)) for name in names[:5]]
+    assert np.array_equal(two, files)
 
 
 @pytest.mark.parametrize("count", [2, 4])
