@@ -84,10 +84,10 @@ OPS = {
 }
 
 
-def tensor_rows(x: Tensor, sums: RowSums) -> Tensor:
-    """Rows [rows, C] in a place of `sums`, whose sum is that of x [..., C] over all but the
-    channels."""
-    return column_rows(x, sums.rows)
+def tensor_rows(x: Tensor, sums: RowSums | None) -> Tensor:
+    """Rows [rows, C] in a place of `sums`, or a tensor of their own, whose sum is that of x
+    [..., C] over all but the channels."""
+    return column_rows(x, row_place(True if sums is None else sums, x.device))
 
 
 def attention_backward(

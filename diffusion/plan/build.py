@@ -1,6 +1,6 @@
 """Makes a plan from a module and example arguments, by applying the passes in order."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
 from typing import Any
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triton_kernels.reductions.row_sums import Tables
 from triton_kernels.runtime.device import Device
 
-from .canonical import casts_together
 from .differentiate import Backward, differentiate
 from .fuse.rows import fuse, prepare
 from .graph import Graph, Node, Value
@@ -19,6 +19,7 @@ from .norms import split_norms
 from .ops import FREE
 from .order import backward_moves, forward_moves
 from .schedule import Schedule, schedule
+from .together import casts_together, sums_together
 from .trace import Traced, trace
 
 
@@ -30,6 +31,7 @@ class Plan:
     schedule: Schedule
     backward: Backward | None  # None: it only evaluates
     retained: bool = False  # whether a backward pass was asked to keep what it reads
+    tables: Tables = field(default_factory=dict)  # of sums, once a backward pass has run
 
     @property
     def graph(self) -> Graph:
@@ -113,6 +115,8 @@ def plan(
     graph.check(() if backward is None else backward.seeds.values())
     if kernels is not None and backward is None and _multiplies_low(graph, tf32):
         join(graph, states_of(module), *kernels, grid_sync=False)
+    if backward is not None:
+        sums_together(graph, backward.start, set(backward.grads.values()))
     fewer = casts_together(graph)
     for node in graph.nodes:
         is_image = node.op.startswith("conv") or len(node.out.shape) == 4

@@ -60,25 +60,6 @@ def once(graph: Graph) -> None:
     graph.substitute(same)
 
 
-def casts_together(graph: Graph) -> int:
-    """Casts of parameters to one dtype as one node, in front of all; how many nodes less there
-    are."""
-    parameters, found = set(graph.parameters.values()), {}
-    for node in graph.nodes:
-        if node.op == "cast" and node.inputs["x"] in parameters:
-            found.setdefault(node.out.dtype, []).append(node)
-    before = len(graph.nodes)
-    for nodes in found.values():
-        if len(nodes) == 1:
-            continue
-        inputs = {f"x{i}": node.inputs["x"] for i, node in enumerate(nodes)}
-        outputs = {f"y{i}": node.out for i, node in enumerate(nodes)}
-        gone = set(nodes)
-        rest = [node for node in graph.nodes if node not in gone]
-        graph.nodes = [Node("casts", inputs, outputs, {}, nodes[0].source), *rest]
-    return before - len(graph.nodes)
-
-
 _MOVES = ("upsample", "pad", "slice", "reshape", "layout")  # which compute nothing
 
 

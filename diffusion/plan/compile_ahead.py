@@ -25,32 +25,32 @@ def launches_of(made: Plan, tensors: Sequence[Tensor], gpu: Device) -> list[Laun
     are the host's, whose memory nobody writes, and PyTorch's own kernels see shapes alone."""
     graph, back, mine = made.graph, made.backward, threading.get_ident()
     found: dict[tuple, Launch] = {}
-    run = JITFunction.run
+    launched = JITFunction.run
 
     def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if threading.get_ident() != mine:  # another thread's launch is made
-            return run(self, *args, grid=grid, warmup=warmup, **options)
+            return launched(self, *args, grid=grid, warmup=warmup, **options)
         found.setdefault(compiled_for(self, args, options), Launch(self, args, options))
         return None
 
     starts = [*graph.inputs, *graph.parameters.values(), *graph.constants]
     there = [*tensors, *graph.constants.values()]
     values = {v: _like(x, _HOST) for v, x in zip(starts, there, strict=True)}
-    streams = Streams(_HOST, others=1)
+    streams, run = Streams(_HOST, others=1), launch_kernels.of_backward({}, _HOST)
+
+    def launch(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+        if node.op not in BY_PYTORCH:
+            return run(node, values)
+        shapes = {v: _like(values[v], _META) for v in node.inputs.values() if v is not None}
+        return {v: _like(x, _HOST) for v, x in run(node, shapes).items()}
+
     with noting_launches(gpu, note), torch.no_grad():
-        run_moves(made.schedule.forward, values, streams, _launch)
+        run_moves(made.schedule.forward, values, streams, launch)
         if back is not None:
             for seed in back.seeds.values():
                 values[seed] = torch.empty(seed.shape, dtype=seed.dtype)
-            run_moves(made.schedule.backward, values, streams, _launch)
+            run_moves(made.schedule.backward, values, streams, launch)
     return list(found.values())
-
-
-def _launch(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
-    if node.op not in BY_PYTORCH:
-        return launch_kernels(node, values)
-    shapes = {v: _like(values[v], _META) for v in node.inputs.values() if v is not None}
-    return {v: _like(x, _HOST) for v, x in launch_kernels(node, shapes).items()}
 
 
 def _like(x: Tensor, device: torch.device) -> Tensor:

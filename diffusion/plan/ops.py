@@ -58,6 +58,7 @@ BACKWARD = {
 # what fusing makes of these: see `fuse`
 FUSED = {
     "casts": "x0, x1, ... in another dtype, as y0, y1, ...: parameters, once in a call",
+    "bias_grads": "sums of rows0, rows1, ...: of each result its rows and first column, as `parts`",
     "columns": "channels start to stop, where they lie: rows are further apart",
     "pad_channels": "zeros behind the channels, up to `width`, in another dtype",
     "conv_fused": "conv or linear + emb [N, C] + residual + extra columns^T; and partials of it",
@@ -113,5 +114,7 @@ PARTS = ("qkv", "q", "kv", "k", "v")
 # of linear attention, in front of the positions of the image: keys and values of all samples [M, C]
 MEMORY = ("memory_k", "memory_v")
 WEIGHT_GRADS = ("conv_dw", "linear_dw")
+# what norm_grad_table makes that are sums over images, side by side in its rows
+SUMS_OF_NORM = ("weight", "bias", "input_bias")
 FREE = ("reshape", "columns", "detach", "rewritten")  # which make no memory
 OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED | STAGED

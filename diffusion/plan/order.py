@@ -6,7 +6,8 @@ path through the network. Weight gradients, and what is computed for them alone,
 path and run beside it. How they are put together depends on where gradients go: here they are
 tensors, as in `accelerate`, and `step.order` has those with places in one flat buffer.
 
-- Small sums and casts that only gradients of parameters need are off the path, too.
+- Small sums and casts that only gradients of parameters need are off the path, too. The sum of
+  rows that many of these are (`together`) is in the last piece.
 - A piece of work has `GROUP` weight gradients, of any sizes, which are launched one by one.
 """
 
@@ -18,7 +19,7 @@ from .ops import WEIGHT_GRADS
 
 SMALL = (  # what makes of gradients of weights those of parameters
     "sum", "cast", "reshape", "slice", "add", "mul", "affine", "cat", "pad", "layout",
-    "layout_grad", "embedding_grad", "arith_grad",
+    "layout_grad", "embedding_grad", "arith_grad", "row_sums", "bias_grad", "bias_grads",
 )  # fmt: skip
 GROUP = 4  # gradients of weights in a launch, or a piece of work
 
@@ -30,7 +31,7 @@ def forward_moves(nodes: Sequence[Node]) -> list[Move]:
 
 def backward_moves(nodes: Sequence[Node]) -> list[Move]:
     """The path, and pieces of work beside it, each behind the last node that one of it reads."""
-    beside, moves, waiting = _beside(nodes), [], []
+    beside, moves, waiting = not_awaited(nodes), [], []
     for node in nodes:
         if node not in beside:
             moves.append(Move("launch", (node,)))
@@ -46,7 +47,7 @@ def _piece(nodes: Sequence[Node]) -> Move:
     return Move("beside", (nodes[-1],), before=tuple(nodes[:-1]))
 
 
-def _beside(nodes: Sequence[Node]) -> set[Node]:
+def not_awaited(nodes: Sequence[Node]) -> set[Node]:
     """The nodes of backward that nobody on the path waits for."""
     readers, beside = readers_of(nodes), set()
     for node in reversed(nodes):

@@ -13,7 +13,7 @@ from triton_kernels.runtime.library import once_differentiable
 from .build import Plan
 from .execute import Streams, run_moves
 from .graph import Value
-from .launch.table import launch_kernels, launch_reference
+from .launch.table import Launcher, launch_kernels, launch_reference
 from .replay import Replay
 
 _TWICE = "backward through a plan a second time: its values are gone; those of the next call stay"
@@ -145,7 +145,10 @@ def _launched_backward(
         if seed is not None:
             zeros = torch.zeros(value.shape, dtype=value.dtype, device=device)
             values[seed] = zeros if dy is None else dy.to(value.dtype).contiguous()
+    launch = ctx.launch or launcher(device)
+    if isinstance(launch, Launcher):
+        launch = launch.of_backward(made.tables, device)
     with torch.autocast(device.type, enabled=False):
-        run_moves(made.schedule.backward, values, _streams(device), ctx.launch or launcher(device))
+        run_moves(made.schedule.backward, values, _streams(device), launch)
         _streams(device).join()
     return values

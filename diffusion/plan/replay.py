@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from triton_kernels.reductions.row_sums import Tables
+
 from ..runtime.cuda_graph import captured
 from .build import Plan
 from .execute import Streams, run_moves
@@ -110,12 +112,19 @@ def _is_ready(tensors: Sequence[Tensor]) -> bool:
     return here and not torch.cuda.is_current_stream_capturing()
 
 
-def capture(moves: Iterable[Move], values: dict[Value, Tensor], pool: Any) -> Callable[[], None]:
+def capture(
+    moves: Iterable[Move],
+    values: dict[Value, Tensor],
+    pool: Any,
+    tables: Tables | None = None,  # of a backward pass
+) -> Callable[[], None]:
     """What makes these moves again, over the same memory. The moves are not made yet."""
     graph, device = torch.cuda.CUDAGraph(), next(iter(values.values())).device
     streams = Streams(device, others=1)
     with captured(graph, pool=pool, capture_error_mode="thread_local"):
-        run_moves(moves, values, streams, launch_kernels)
+        # made here, so that what keeps its rows is memory of the graph, too
+        launch = launch_kernels if tables is None else launch_kernels.of_backward(tables, device)
+        run_moves(moves, values, streams, launch)
         streams.join()
     return graph.replay
 
@@ -184,7 +193,7 @@ class Graphs:
                 for v in seeds
             ]
             values.update((v, x) for v, x in zip(seeds, self.seeds, strict=True) if x is not None)
-            self.backward = capture(made.schedule.backward, values, pool)
+            self.backward = capture(made.schedule.backward, values, pool, made.tables)
         wanted = {back.grads[v]: None for v in starts if v in back.grads}
         self.grads = {v: values[v] for v in wanted}
         self.copies = Copies(list(self.grads.values()))

@@ -169,7 +169,7 @@ def let_go(moves: Sequence[Move], kept: set[Value]) -> None:
 
 def alive(moves: Sequence[Move], placed: Collection[Value] = ()) -> list[int]:
     """Bytes of what these have made that is alive during each move, without gradients in their
-    places, and rows of sums, which have places, too."""
+    places. Where there are such, rows of sums have places, too."""
     owner: dict[Value, Value] = {}
     born: dict[Value, int] = {}
     dies: dict[Value, int] = {}
@@ -182,7 +182,9 @@ def alive(moves: Sequence[Move], placed: Collection[Value] = ()) -> list[int]:
                 if node.op in FREE or source is not None:
                     if source in owner:
                         owner[value] = owner[source]
-                elif value not in placed and role != "rows" and node.op != "row_sums":
+                elif value in placed or placed and (role == "rows" or node.op == "row_sums"):
+                    continue
+                else:
                     owner[value], born[value] = value, i
     end_of = {value: i for i, move in enumerate(moves) for value in move.dying}
     for value, memory in owner.items():

@@ -228,6 +228,22 @@ def test_one_launch_over_many_rows(device):
             sums.add(many, 0, sums.grad[:21])
 
 
+def test_passes_that_share_what_they_have_learnt(device):
+    """A table stays where it is, as a graph may read it; rows are each pass's own."""
+    tables, learnt = {}, []
+    before = [row_sums.RowSums(torch.zeros(4, device=device), tables) for _ in range(2)]
+    for k in range(3):
+        sums = before[k] if k < 2 else row_sums.RowSums(torch.zeros(4, device=device), tables)
+        rows = sums.rows(3, 4)
+        rows.fill_(k)
+        sums.add(rows, 0, sums.grad)
+        assert sums.scattered == (k < 2)
+        sums.flush()
+        assert sums.grad.tolist() == [3 * k] * 4
+        learnt += [table.data_ptr() for table, _ in tables.values()]
+    assert learnt == learnt[:1] * 3
+
+
 @pytest.mark.parametrize("count", [0, 1, 256, 320, 1025])
 def test_bias_grad(count, device):
     rows, out = randn(count, 40, device=device), torch.ones(40, device=device)

@@ -51,24 +51,32 @@ def _segment_sums_kernel(
     tl.store(grad_ptr + out + offs_c, before + tl.sum(acc, 0), mask=mask_c)
 
 
+Tables = dict[tuple, tuple[Tensor, int]]  # by what was asked for: a table, and numbers of rows
+
+
 class RowSums:
     """What is to be added to `grad`, a flat float32 gradient, until `flush`.
 
     The first pass learns what there is and copies it together; passes that take and add the same in
-    the same order need one launch. A CUDA graph may be captured after the first.
+    the same order need one launch, those of other `RowSums` that share `tables` too. A CUDA graph
+    may be captured after the first. In the capture of a pass that is none like the ones before,
+    sums are added one by one.
     """
 
-    def __init__(self, grad: Tensor) -> None:
+    def __init__(self, grad: Tensor, tables: Tables | None = None) -> None:
         assert grad.dtype == torch.float32 and grad.ndim == 1 and grad.is_contiguous()
         self.grad = grad
-        self.workspaces = [grad.new_empty(0)]  # the last is in use; graphs may know the others
-        self.tables = {}  # by what was asked for
+        self.tables = {} if tables is None else tables
+        size = max((used for _, used in self.tables.values()), default=0)
+        # the last is in use; graphs may know the others
+        self.workspaces = [_empty((size,), dtype=torch.float32, device=grad.device)]
         self._forget()
 
     @property
     def nbytes(self) -> int:
         """Bytes that are kept from pass to pass."""
-        return sum(kept.nbytes for kept in (*self.workspaces, *self.tables.values()))
+        tables = [table for table, _ in self.tables.values()]
+        return sum(kept.nbytes for kept in (*self.workspaces, *tables))
 
     def rows(self, count: int, columns: int) -> Tensor:  # float32 [count, columns]
         """A place for rows, until `flush`."""
@@ -83,6 +91,12 @@ class RowSums:
         rows = rows.view(count, columns)
         self.kept.append(rows)
         return rows
+
+    def placed(self, rows: Tensor) -> Tensor:
+        """These, or a copy of them, in a place for rows."""
+        if rows.data_ptr() in self.starts:
+            return rows
+        return self.rows(*rows.shape).copy_(rows)
 
     def add(self, rows: Tensor, first: int, out: Tensor) -> None:
         """out += the sum of rows[:, first : first + C], C = out.numel(), at `flush`. `rows` is what
@@ -103,12 +117,15 @@ class RowSums:
         """Add all that was asked for, and forget it. Unless it is the last of a pass, rows keep
         their places, for this one may still be reading them when the next rows are written."""
         key = tuple(self.segments)
-        if key and (self.scattered or key not in self.tables):
-            assert not _capturing(self.grad), "run a pass before the capture of one like it"
-            self._plan(key)
-            self._gather()
-        if key:
-            table = self.tables[key]
+        known = key in self.tables and not self.scattered
+        if key and not known and _capturing(self.grad):
+            for rows, first, out in self.parts:
+                out += rows[:, first : first + out.numel()].sum(0).view(out.shape)
+        elif key:
+            if not known:
+                self._plan(key)
+                self._gather()
+            table, _ = self.tables[key]
             _segment_sums_kernel[(table.shape[0],)](
                 self.workspaces[-1],
                 self.grad,
@@ -135,7 +152,9 @@ class RowSums:
         if self.workspaces[-1].numel() < self.used:
             workspace = _empty((self.used,), dtype=torch.float32, device=self.grad.device)
             self.workspaces.append(workspace)
-        self.tables[key] = torch.tensor(
+        if key in self.tables:  # which a graph may read
+            return
+        table = torch.tensor(
             [
                 (start + c, stride, rows, min(columns - c, _BLOCK_C), out + c)
                 for start, stride, rows, columns, out in sorted(key, key=lambda s: -s[2])
@@ -143,6 +162,7 @@ class RowSums:
             ],
             device=self.grad.device,
         )
+        self.tables[key] = table, self.used
 
     def _forget(self) -> None:
         self.used, self.scattered = 0, False

@@ -83,7 +83,8 @@ BACKWARD_ROWS = (
     ),
     Row(
         "sums for biases together", ("sum",), bias_sums,
-        "with the padded channels: 18.3 % of a step of 32 images, 7.8 of 128 (H100)", ("step",)
+        "with the padded channels: 18.3 % of a step of 32 images, 7.8 of 128 (H100)",
+        ("train", "step")
     ),
     Row(
         "parts cast where they are read", ("slice",), cast_of_parts,

@@ -37,7 +37,7 @@ def bias_sums(f: Fusing, node: Node) -> Value | None:
         if not f.readers(rows):
             del maker.outputs["emb"]
         return node.out
-    if maker.op == "sum" and len(maker.inputs["x"].shape) == 4:
+    if maker.op == "sum" and maker.attrs["axes"] == (*range(1, len(maker.inputs["x"].shape) - 1),):
         if any(r is None or r.op not in ("sum", "bias_grad") for r in f.readers(rows)):
             return None
         maker.op, maker.attrs = "row_sums", {}

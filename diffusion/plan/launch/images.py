@@ -56,7 +56,7 @@ def _pad_channels(run, node, given):
 @by_pytorch("pad")
 def _pad(run, node, given):
     """In a step, which pads filters each time, by a kernel, in their memory."""
-    if run.sums is not None:
+    if run.is_step:
         weight, width = given["x"].permute(0, 2, 3, 1), node.out.shape[1]
         return run.kernels.pad_channels(weight, width, node.out.dtype).permute(0, 3, 1, 2)
     return F.pad(given["x"], [n for pair in reversed(node.attrs["pads"]) for n in pair])

@@ -1,5 +1,6 @@
 """Rows of norms in parts, forward and backward."""
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 from triton_kernels.conv.upsampled import UpsampledFilters
 
 from ..graph import Node, many
+from ..ops import SUMS_OF_NORM
+from ..streams import rounded
 from .table import Inputs, Launcher, filters, image, images, launches, mask_of
 
 _SUM_PROGRAMS = 128  # that take the sums of a tensor, at least
@@ -92,7 +95,7 @@ def _gradients(run: Launcher, node: Node, given: Inputs) -> tuple[dict[str, Tens
     """Where gradients go that follow from the sums: of weight, bias, scale and shift, and with the
     partials of the input the sums of dx over pixels, `emb`; and the options that say so."""
     into, has_film = dict(given.into), "scale" in given or "shift" in given
-    if run.sums is None:
+    if not run.is_step:
         n, _, c = given["table"].shape
         roles = (*(("scale", "shift") if has_film else ()), *(["emb"] * ("emb" in node.outputs)))
         into = {role: given["table"].new_empty(n, c) for role in roles}
@@ -102,7 +105,7 @@ def _gradients(run: Launcher, node: Node, given: Inputs) -> tuple[dict[str, Tens
         scale = given["scale"] if "scale" in given else torch.zeros_like(table[:, 0])
         options |= {"weight": given["weight"], "bias": given["bias"], "scale": scale}
         options |= {f"grad_{role}_out": into[role] for role in ("scale", "shift")}
-    if "emb" in into or "input_bias" in into:
+    if "input_partials" in given:
         options["input_partials"] = given["input_partials"]
         options |= {"emb_grad_out": into.get("emb"), "bias_grad_out": into.get("input_bias")}
     return into, options
@@ -112,15 +115,20 @@ def _gradients(run: Launcher, node: Node, given: Inputs) -> tuple[dict[str, Tens
 def _norm_grad_table(run, node, given):
     a, (into, options) = node.attrs, _gradients(run, node, given)
     tensors = given["partials"], given["table"], a["pixels"], a["groups"]
-    if run.sums is not None:
+    if run.is_step:
         grads = into.get("weight"), into.get("bias")
         return {"coeff": run.kernels.norm_grad_table(*tensors, *grads, sums=run.sums, **options)}
     n, _, c = given["table"].shape
-    rows = given["table"].new_empty(n, (3 if "emb" in into else 2) * c)
-    total = rows.new_empty(rows.shape[1])
+    shape = n, (3 if "input_partials" in given else 2) * c
+    rows = given["table"].new_empty(shape) if run.sums is None else run.sums.rows(*shape)
     coeff = run.kernels.norm_grad_table(*tensors, None, None, rows_out=rows, **options)
+    if "rows" in node.outputs:
+        return {"coeff": coeff, "rows": rows} | into
+    if node.outputs.keys().isdisjoint(SUMS_OF_NORM):
+        return {"coeff": coeff} | into
+    total = rows.new_empty(rows.shape[1])
     run.kernels.bias_grad(rows, total)
-    return {"coeff": coeff, "weight": total[:c], "bias": total[c : 2 * c]} | into
+    return {"coeff": coeff} | dict(zip(SUMS_OF_NORM, total.split(c), strict=False)) | into
 
 
 @launches("norm_dx")
@@ -183,10 +191,36 @@ def _shaped(node: Node, made: tuple[Tensor | None, ...]) -> dict[str, Tensor | N
 
 @launches("row_sums")
 def _row_sums(run, node, given):
-    return run.kernels.tensor_rows(given["x"], run.sums)
+    return run.kernels.tensor_rows(given["x"].contiguous(), run.sums)
 
 
 @launches("bias_grad")
 def _bias_grad(run, node, given):
-    run.kernels.bias_grad(given["rows"], given.into["y"], accumulate=True, sums=run.sums)
-    return {}
+    if run.is_step:
+        run.kernels.bias_grad(given["rows"], given.into["y"], accumulate=True, sums=run.sums)
+        return {}
+    total = given["rows"].new_empty(given["rows"].shape[1])
+    run.kernels.bias_grad(given["rows"], total)
+    return total.view(node.out.shape)
+
+
+@launches("bias_grads")
+def _bias_grads(run, node, given):
+    """One launch, if the rows are where `sums` keeps them; others are copied there."""
+    rows, parts, wanted = many(given, "rows"), node.attrs["parts"], list(node.outputs.values())
+    if run.sums is None:
+        totals = [x.new_empty(x.shape[1]) for x in rows]
+        for x, total in zip(rows, totals, strict=True):
+            run.kernels.bias_grad(x, total)
+        places = [totals[i][at:] for i, at in parts]
+    else:
+        *starts, size = accumulate((rounded(4 * y.numel) // 4 for y in wanted), initial=0)
+        run.sums.grad = torch.zeros(size, device=rows[0].device)
+        rows = list(map(run.sums.placed, rows))
+        places = [run.sums.grad[start:] for start in starts]
+    made = [x[: y.numel].view(y.shape) for x, y in zip(places, wanted, strict=True)]
+    if run.sums is not None:
+        for (i, at), x in zip(parts, made, strict=True):
+            run.sums.add(rows[i], at, x)
+        run.sums.flush()
+    return dict(zip(node.outputs, made, strict=True))

@@ -2,8 +2,8 @@
 on `triton_kernels.fused_ops` (or that in TF32 or float32), on a CPU on its reference, which has
 the same names. The rules for where plans differ:
 
-- Gradients and sums over rows. In a training step they have places in the flat gradient
-  (`Inputs.into`), and sums are added up together (`Launcher.sums`). Elsewhere they are tensors.
+- Gradients. In a training step they have places in the flat gradient (`Inputs.into`), elsewhere
+  they are tensors of their own. In both, rows that are added up together are in `Launcher.sums`.
 - Shapes that the fused kernels lack (strides, rows that are no images, float32 without TF32) go to
   the public ops of `Launcher.public`, and what these lack to PyTorch.
 - The reference computes in float32 or more what has 16 bits, unless it stands for a step.
@@ -11,8 +11,8 @@ the same names. The rules for where plans differ:
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,7 @@ import triton_kernels
 from triton_kernels import fused_ops, reference
 from triton_kernels.fused_float32 import in_float32
 from triton_kernels.noise.dropout import Mask
-from triton_kernels.reductions.row_sums import RowSums
+from triton_kernels.reductions.row_sums import RowSums, Tables
 from triton_kernels.reference import fused
 
 from ..graph import Node, Value, many
@@ -64,7 +64,8 @@ class Launcher:
 
     kernels: Kernels
     widens: bool = False  # 16 bits to float32
-    sums: RowSums | None = None  # of the flat gradient; None: gradients are tensors of their own
+    sums: RowSums | None = None  # which keeps rows of sums; None: they are tensors of their own
+    is_step: bool = False  # gradients have places, and `sums` adds to these
     accumulates: bool = True  # gradients of filters are added to what is in their places
     first: int = 0  # global index of sample 0, in this call
 
@@ -76,7 +77,7 @@ class Launcher:
             return launch_reference(node, values)
         read = ((role, values[value]) for role, value in node.inputs.items())
         given = Inputs((role, self._read(x)) for role, x in read if x is not None)
-        placed = node.outputs.items() if self.sums is not None else ()
+        placed = node.outputs.items() if self.is_step else ()
         given.into = {role: values[value] for role, value in placed if value in values}
         if "rng" in given:
             given["first"] = node.attrs["first"] + self.first
@@ -84,12 +85,18 @@ class Launcher:
         made = made if isinstance(made, dict) else {next(iter(node.outputs)): made}
         wanted = {role: value for role, value in node.outputs.items() if role not in given.into}
         found = {v: made[role] for role, v in wanted.items() if made.get(role) is not None}
-        if self.sums is not None:  # whose rows are float32, whatever the trace said of their sums
+        if self.is_step:  # whose rows are float32, whatever the trace said of their sums
             return found
         return {value: x.to(value.dtype) for value, x in found.items()}
 
     def _read(self, x: Tensor) -> Tensor:
         return x.float() if self.widens and x.dtype in (torch.bfloat16, torch.float16) else x
+
+    def of_backward(self, tables: Tables, device: torch.device) -> "Launcher":
+        """The same, for one backward pass, whose sums are added up together."""
+        if self.kernels.RowSums is fused.RowSums:
+            return self
+        return replace(self, sums=RowSums(torch.empty(0, device=device), tables))
 
     @cached_property
     def public(self) -> ModuleType:
@@ -106,9 +113,9 @@ class Launcher:
         asked = "rows" in node.outputs
         return self.sums if asked and self.sums is not None else asked
 
-    @cached_property
+    @property
     def _exact(self) -> Kernels:
-        return in_float32(fused_ops) if self.kernels is fused_ops else self.kernels
+        return _exact_kernels() if self.kernels is fused_ops else self.kernels
 
     def weights(self, nodes: list[Node], values: Mapping[Value, Tensor], share: float) -> None:
         """Gradients of weights of one size, over images of one size, in one launch."""
@@ -122,6 +129,11 @@ class Launcher:
         if node.attrs.get("stride", (1, 1)) != (1, 1):
             options = {"stride": node.attrs["stride"][0], "padding": node.attrs["padding"][0]}
         self.kernels.conv_weight_grad(*tensors, accumulate=self.accumulates, **options)
+
+
+@cache
+def _exact_kernels() -> Kernels:
+    return in_float32(fused_ops)
 
 
 def _operands(node: Node, values: Mapping[Value, Tensor]) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ def launched(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> dict[Node, Laun
     values |= plan.graph.constants
     if plan.backward is not None:
         values |= {seed: _blank(seed) for seed in plan.backward.seeds.values()}
-    found, run = {}, launcher_of(ops)
+    found, run = {}, launcher_of(ops).of_backward({}, torch.device("cpu"))
 
     def launch(node: Node, values: Mapping[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
         if node.op in BY_PYTORCH:

@@ -84,7 +84,7 @@ class TrainingUNet:
         self.low = flat.views(flat.low(backend.dtype, backend.allow_tf32))
         self.streams = Streams(flat.param.device, others=2)
         self.sums = kernels.RowSums(flat.grad)
-        self.launcher = Launcher(kernels, sums=self.sums)
+        self.launcher = Launcher(kernels, sums=self.sums, is_step=True)
         self.embedding = EmbeddingLayers(model, flat, kernels)
         self._rest_of_grad = flat.grad[flat.filters_end :]
         self._ends = {

@@ -26,5 +26,5 @@ def linear_grads(x, dy, weight, grad_weight, grad_bias, need_dx=True):
 
 
 def tensor_rows(x, sums):
-    """Rows [rows, C] whose sum is that of x [..., C] over all but the channels."""
-    return x.reshape(-1, x.shape[-1]).sum(0)[None]
+    """Rows [N, C] whose sum is that of x [N, ..., C] over all but the channels."""
+    return x.reshape(len(x), -1, x.shape[-1]).sum(1)

@@ -1,0 +1,74 @@
+"""What many nodes of a plan do in one launch: casts of parameters, and sums over rows."""
+
+from collections.abc import Collection
+
+from .graph import Graph, Node, Value
+from .ops import SUMS_OF_NORM
+from .order import not_awaited, readers_of
+
+
+def casts_together(graph: Graph) -> int:
+    """Casts of parameters to one dtype as one node, in front of all; how many nodes less there
+    are."""
+    parameters, found = set(graph.parameters.values()), {}
+    for node in graph.nodes:
+        if node.op == "cast" and node.inputs["x"] in parameters:
+            found.setdefault(node.out.dtype, []).append(node)
+    before = len(graph.nodes)
+    for nodes in found.values():
+        if len(nodes) == 1:
+            continue
+        inputs = {f"x{i}": node.inputs["x"] for i, node in enumerate(nodes)}
+        outputs = {f"y{i}": node.out for i, node in enumerate(nodes)}
+        gone = set(nodes)
+        rest = [node for node in graph.nodes if node not in gone]
+        graph.nodes = [Node("casts", inputs, outputs, {}, nodes[0].source), *rest]
+    return before - len(graph.nodes)
+
+
+def sums_together(graph: Graph, start: int, results: Collection[Value]) -> None:
+    """Sums over rows that make gradients of biases and norms as one node, behind all others of
+    backward, which begins with node `start`, but those that read what it makes. Sums that other
+    rows depend on stay where they are; those that are no result and nobody reads go."""
+    forward, backward = graph.nodes[:start], graph.nodes[start:]
+    readers, beside = readers_of(backward), not_awaited(backward)
+
+    def behind(value: Value) -> set[Node]:
+        """The nodes that depend on it."""
+        direct = readers.get(value, ())
+        return set(direct).union(*(behind(y) for node in direct for y in node.outputs.values()))
+
+    rows: dict[str, Value] = {}
+    made: dict[str, Value] = {}
+    parts, gone, late = [], set(), set()
+    for node in backward:
+        roles = {"bias_grad": ("y",), "norm_grad_table": SUMS_OF_NORM}.get(node.op, ())
+        for role in roles:
+            if (y := node.outputs.get(role)) and y not in results and not readers.get(y):
+                del node.outputs[role]
+        found = {role: node.outputs[role] for role in roles if role in node.outputs}
+        after = set().union(*map(behind, found.values()))
+        if not found or any(n not in beside or n.op in ("row_sums", "bias_grad") for n in after):
+            continue
+        late.update(after)
+        if node.op == "bias_grad":
+            x = node.inputs["rows"]
+            gone.add(node)
+        else:
+            (n, _, c), x = node.inputs["table"].shape, next(iter(found.values()))
+            x = graph.value("rows", (n, (3 if "input_partials" in node.inputs else 2) * c), x.exact)
+            for role in found:
+                del node.outputs[role]
+            node.outputs["rows"] = x
+        x.dtype = x.exact  # as kernels give them
+        at = {value: i for i, value in enumerate(rows.values())}.get(x, len(rows))
+        rows[f"rows{at}"] = x
+        for role, value in found.items():
+            first = 0 if role == "y" else SUMS_OF_NORM.index(role) * value.numel
+            parts.append((at, first))
+            made[f"y{len(made)}"] = value
+    if not made:
+        return
+    together = Node("bias_grads", rows, made, {"parts": parts}, "all sums")
+    rest = [node for node in backward if node not in gone and node not in late]
+    graph.nodes = [*forward, *rest, together, *(node for node in backward if node in late)]
