@@ -114,3 +114,39 @@ def test_numbers_that_are_only_moved_are_not_cast(reads):
         grads.append((y, *torch.autograd.grad(y.float().square().sum(), list(net.parameters()))))
     for a, b in zip(*grads, strict=True):
         assert a.dtype == b.dtype and (a - b).abs().max() <= 2e-2 * a.abs().max()
+
+
+class Parts(nn.Module):
+    """Queries, keys and values, which are one product, and a 1x1 skip of a concat, which is two."""
+
+    def __init__(self, c=8):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(c, c, bias=False) for _ in range(3))
+        self.norm, self.conv = nn.GroupNorm(2, 2 * c), nn.Conv2d(2 * c, c, 3, padding=1)
+        self.skip, self.c = nn.Conv2d(2 * c, c, 1, bias=False), c
+
+    def forward(self, x):
+        n, c, h, w = x.shape
+        rows = x.flatten(2).transpose(1, 2)
+        y = F.scaled_dot_product_attention(*(m(rows)[:, None] for m in (self.q, self.k, self.v)))
+        x = torch.cat((x, y[:, 0].transpose(1, 2).reshape(n, c, h, w).to(x.dtype)), 1)
+        return self.conv(F.silu(self.norm(x))) + self.skip(x)
+
+
+def test_parts_of_gradients_of_weights_are_float32_from_the_start():
+    torch.manual_seed(0)
+    module = Parts()
+    x = torch.randn(2, 8, 4, 4)
+    args = (x.bfloat16(),)
+    without, rounded = None, None
+    with leaving_out("gradients of weights in float32"):
+        without, (_, *rounded) = made(module, args)
+    planned, (_, *grads) = made(module, args)
+    behind = planned.graph.nodes[planned.backward.start :]
+    makers = [node for node in behind if node.op in ("conv_dw", "linear_dw")]
+    assert len(makers) == 1 + 1 + 2 and {node.out.dtype for node in makers} == {torch.float32}
+    assert not any(node.op == "cast" and node.inputs["x"].shape[-1] == 8 for node in behind)
+    assert len(planned.graph.nodes) < len(without.graph.nodes)
+    for a, b in zip(grads, rounded, strict=True):
+        assert a.dtype == torch.float32 and (a - b).norm() <= 2**-8 * b.norm()
+    assert any(not torch.equal(a, b) for a, b in zip(grads, rounded, strict=True))

@@ -1,27 +1,35 @@
 """Rows of gradients of parameters."""
 
 from ..graph import Node, Value
+from ..ops import WEIGHT_GRADS
 from .rewrite import Fusing
+
+_MOVES = ("reshape", "cat", "slice")  # of weights that were parts of one product, or became parts
 
 
 def exact_weight_grad(f: Fusing, node: Node) -> Value | None:
-    """The gradient of a weight in 16 bits, in the parameter's own dtype"""
-    x = node.inputs["x"]
-    reshape = f.maker(x, "reshape")  # of a weight that has had another shape
-    before = x if reshape is None else reshape.inputs["x"]
-    grad = f.maker(before, "conv_dw", "linear_dw")
-    if grad is None or f.reader(x, "cast") is not node:
-        return None
-    if reshape is None:
-        f.write(grad, node.out, node)
-        return node.out
-    if f.reader(before, "reshape") is not reshape:
-        return None
-    wide = f.graph.value(before.name, before.shape, node.out.dtype)
-    f.write(grad, wide)
-    reshape.inputs["x"] = wide
-    f.write(reshape, node.out, node)
-    return wide
+    """A gradient of a weight in 16 bits, or parts of some, in the parameter's own dtype"""
+    wide, moved, stack = {}, [], [node.inputs["x"]]
+    while stack:
+        value = stack.pop()
+        maker = f.maker(value, *WEIGHT_GRADS, *_MOVES)
+        if maker is None:
+            return None
+        if value in wide:
+            continue
+        readers = f.readers(value)
+        casts = [r for r in readers if r and r.op == "cast" and r.out.dtype == node.out.dtype]
+        moves = [r for r in readers if r and r.op in _MOVES]
+        if len(casts) > 1 or len(casts) + len(moves) < len(readers):
+            return None
+        moved.append((maker, value, *casts))
+        made = casts[0].out if casts else f.graph.value(value.name, value.shape, node.out.dtype)
+        wide[value] = made
+        stack += [r.out for r in moves] + ([*maker.inputs.values()] if maker.op in _MOVES else [])
+    for maker, value, *casts in moved:
+        maker.inputs = {role: wide.get(x, x) for role, x in maker.inputs.items()}
+        f.write(maker, wide[value], *casts)
+    return node.out
 
 
 def bias_sums(f: Fusing, node: Node) -> Value | None:
