@@ -8,7 +8,8 @@ from diffusion.plan.execute import Streams, run_moves
 from diffusion.plan.fuse.forward import FORWARD_ROWS
 from diffusion.plan.fuse.preparing import PREPARING
 from diffusion.plan.fuse.rows import leaving_out
-from diffusion.plan.launch.table import launch_reference
+from diffusion.plan.graph import Node, Value
+from diffusion.plan.launch.table import filters, launch_kernels, launch_reference
 from diffusion.plan.moves import nodes_of
 from diffusion.plan.ops import JOINED
 from tests.plan.compare import in_float64
@@ -63,6 +64,19 @@ def test_casts_of_parameters_are_one_node():
     (casts,) = [node for node in made.graph.nodes if node.op == "casts"]
     assert len(casts.inputs) == 3 and made.schedule.nodes[0] is casts
     assert all(node.op != "conv_dw" for node in nodes_of(made.schedule.forward))
+
+
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+def test_filters_are_cast_into_the_order_in_which_kernels_read_them(order):
+    layers = torch.nn.Conv2d(8, 6, 3), torch.nn.Conv2d(8, 6, 1), torch.nn.Linear(8, 6)
+    weights = [layer.to(memory_format=order).weight.detach() for layer in layers]
+    values = [Value(f"x{i}", tuple(x.shape), x.dtype) for i, x in enumerate(weights)]
+    made = [Value(f"y{i}", tuple(x.shape), torch.bfloat16) for i, x in enumerate(weights)]
+    inputs, outputs = ({v.name: v for v in those} for those in (values, made))
+    node = Node("casts", inputs, outputs)
+    found = launch_kernels(node, dict(zip(values, weights, strict=True)))
+    for x, y in zip(weights, map(found.get, made), strict=True):
+        assert torch.equal(y, x.bfloat16()) and filters(y).data_ptr() == y.data_ptr(), "no copy"
 
 
 class Norms(torch.nn.Module):

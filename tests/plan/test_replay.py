@@ -12,6 +12,7 @@ from diffusion import accelerate
 from diffusion.plan import planned, replay
 from diffusion.plan.launch.table import launch_kernels, launch_reference
 from tests.plan import imitated_graph
+from tests.plan.test_fuse_casts import Parts
 
 LAUNCHED = 2  # calls of a plan before it has graphs
 
@@ -112,9 +113,26 @@ def test_under_autocast_and_with_dropout(graphs):
             with torch.autocast(device.type, torch.bfloat16):
                 ys.append(network(*given))
             ys[-1].float().sum().backward()
-        found.append(ys)
+        found.append([*ys, *gradients(network)])
     assert replayed and same(*found)
-    assert not torch.equal(found[1][-1], found[1][-2])
+    assert not torch.equal(found[1][4], found[1][3])
+
+
+def test_parts_of_weights_under_autocast(graphs):
+    """Gradients of q, k and v, which are one product, and of a skip, which is two."""
+    device, replayed = graphs
+    torch.manual_seed(0)
+    module, found = Parts().to(device), []
+    for capture in (False, True):
+        network, gradients = accelerate(copy.deepcopy(module), capture=capture), []
+        for seed in range(LAUNCHED + 2):
+            torch.manual_seed(seed)
+            x = torch.randn(2, 8, 4, 4).to(device)
+            with torch.autocast(device.type, torch.bfloat16):
+                y = network(x).float().square().sum()
+            gradients += torch.autograd.grad(y, list(network.parameters()))
+        found.append(gradients)
+    assert len(replayed) == 4 and same(*found)
 
 
 def warm(network, device):

@@ -99,8 +99,20 @@ def _arith_grad(run, node, given):
 
 @by_pytorch("casts")
 def _casts(run, node, given):
-    made = [torch.empty_like(x, dtype=node.out.dtype) for x in given.values()]
-    torch._foreach_copy_(made, list(given.values()))
+    """Filters in the order in which kernels read them, whatever the module's is."""
+    made, alike = [], ([], [])
+    for x in given.values():
+        order = torch.channels_last
+        if x.ndim != 4 or x.is_contiguous(memory_format=order):
+            order = torch.preserve_format
+        made.append(torch.empty_like(x, dtype=node.out.dtype, memory_format=order))
+        if order is torch.preserve_format:
+            alike[0].append(made[-1])
+            alike[1].append(x)
+        else:
+            made[-1].copy_(x)
+    if alike[0]:
+        torch._foreach_copy_(*alike)
     return dict(zip(node.outputs, made, strict=True))
 
 
