@@ -154,7 +154,7 @@ def _cross_attention() -> None:
 
 def _long_attention() -> None:
     """Of many positions: each kernel that keys or queries stream by, whole and ragged, in both
-    packings, with and without rows for the gradient of a bias."""
+    packings, with and without rows for the gradient of a bias; heads that do not fill a tile."""
     for n, t, heads, d, dtype, order in (
         (16, 1024, 12, 64, torch.bfloat16, "qkv_heads"),
         (16, 1000, 12, 32, torch.float16, "heads_qkv"),
@@ -162,6 +162,8 @@ def _long_attention() -> None:
         (4, 4096, 8, 64, torch.bfloat16, "heads_qkv"),
         (16, 1024, 6, 128, torch.bfloat16, "qkv_heads"),
         (16, 1000, 6, 128, torch.float16, "heads_qkv"),
+        (16, 4096, 8, 40, torch.bfloat16, "qkv_heads"),
+        (16, 1000, 8, 80, torch.bfloat16, "qkv_heads"),
     ):
         qkv = torch.empty(n, t, 3 * heads * d, dtype=dtype)
         o, lse = triton_kernels.fused_ops.attention_forward(qkv, heads, order)

@@ -101,7 +101,10 @@ def test_programs_that_do_not_fit_the_gpu_would_wait_for_ever():
         (80, 576, 64, BwdConfig),
         (256, 300, 64, BwdConfig),
         (320, 256, 64, HeadGrad),
-        (192, 1024, 48, BwdConfig),
+        (128, 4096, 40, RelayedTile),
+        (192, 1024, 48, RelayedTile),
+        (128, 1024, 80, RelayedTile),
+        (192, 1024, 44, BwdConfig),
         (192, 1024, 256, BwdConfig),
     ],
 )
@@ -118,7 +121,7 @@ def test_what_was_fastest_is_taken(n, t, d, kind, dtype):
         ("a100", AttentionSpec(8, "bf16", 1024, 64, grad=True), "wgmma"),
         ("b200", AttentionSpec(8, "bf16", 1024, 64, grad=True), "wgmma"),
         ("h200", AttentionSpec(8, "tf32", 1024, 64, grad=True), "32 bits"),
-        ("h200", AttentionSpec(8, "bf16", 1024, 40, grad=True), "heads of 40 channels"),
+        ("h200", AttentionSpec(8, "bf16", 1024, 44, grad=True), "multiples of 8, 24 to 128"),
         ("h200", AttentionSpec(8, "bf16", 128, 128, grad=True), "the keys of one program"),
         ("h200", AttentionSpec(8, "bf16", 8192, 64, grad=True), "64 programs that wait"),
         ("h200", AttentionSpec(8, "bf16", 1024, 64, grad=True, fetchable=False), "TMA cannot read"),
@@ -200,6 +203,16 @@ def test_gpu_config(config, d, t, dtype, order, device):
 @pytest.mark.parametrize("config, d", CONFIGS)
 def test_gpu_config_of_other_kinds(config, d, dtype, order, device):
     check_config(config, (2, 420, 3, d), dtype, order, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, order", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("t", [129, 1000])
+@pytest.mark.parametrize("d", [24, 40, 56, 80, 96])
+def test_gpu_heads_that_do_not_fill_a_tile(d, t, dtype, order, device):
+    """They lie side by side, so a tile would read and write the next head."""
+    (config,) = relayed_tiles(AttentionSpec(1, "bf16", t, d, grad=True), H200)
+    check_config(config, (2, t, 3, d), dtype, order, device)
 
 
 @pytest.mark.gpu

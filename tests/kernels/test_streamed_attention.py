@@ -58,7 +58,10 @@ H200 = CHIPS["h200"].gpu
         (96, 1024, 128, StreamedTile),
         (320, 256, 64, HeadTile),
         (320, 64, 128, Tile),
-        (192, 1024, 48, Tile),
+        (128, 4096, 40, StreamedTile),
+        (192, 1024, 48, KeptTile),
+        (128, 1024, 80, StreamedTile),
+        (192, 1024, 44, Tile),
         (192, 1024, 256, Tile),
     ],
 )
@@ -74,7 +77,7 @@ def test_what_was_fastest_is_taken(n, t, d, kind, dtype):
         ("a100", AttentionSpec(8, "bf16", 1024, 64), "wgmma"),
         ("b200", AttentionSpec(8, "bf16", 1024, 64), "wgmma"),
         ("h200", AttentionSpec(8, "tf32", 1024, 64), "32 bits"),
-        ("h200", AttentionSpec(8, "bf16", 1024, 40), "heads of 40 channels"),
+        ("h200", AttentionSpec(8, "bf16", 1024, 44), "heads of 44 channels"),
         ("h200", AttentionSpec(8, "bf16", 1024, 64, fetchable=False), "TMA cannot read"),
     ],
 )
@@ -86,7 +89,7 @@ def test_what_is_refused(gpu, spec, reason):
 
 def test_heads_of_128_have_no_registers_beside_another_program():
     spec = AttentionSpec(8, "bf16", 1024, 128)
-    assert "heads of 128 channels; it has 16, 32, 64" == KEPT.refuse(spec, H200)
+    assert "heads of 128 channels; it has multiples of 8, 8 to 64" == KEPT.refuse(spec, H200)
     assert STREAMED.refuse(spec, H200) is None
 
 
@@ -104,7 +107,7 @@ def test_what_is_taken_is_launched(name, heads, d, grid, warps, registers, monke
     ((launched_grid, options),) = kernel.calls
     assert launched_grid == (grid,)
     assert (options["num_warps"], options["maxnreg"]) == (warps, registers)
-    assert (options["T"], options["D"], options["HEADS_QKV"]) == (1000, d, False)
+    assert (options["T"], options["BLOCK_D"], options["HEADS_QKV"]) == (1000, d, False)
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
@@ -161,6 +164,16 @@ def test_gpu_config(config, d, t, dtype, order, device):
 @pytest.mark.parametrize("config, d", CONFIGS)
 def test_gpu_config_of_other_kinds(config, d, dtype, order, device):
     check_config(config, (2, 300, 3, d), dtype, order, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, order", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("t", [17, 1000])
+@pytest.mark.parametrize("d", [8, 24, 40, 56, 80, 96])
+@pytest.mark.parametrize("config", [*KEPT_CONFIGS, *STREAMED_CONFIGS], ids=str)
+def test_gpu_heads_that_do_not_fill_a_tile(config, d, t, dtype, order, device):
+    """They lie side by side, so a tile would read and write the next head."""
+    check_config(config, (2, t, 3, d), dtype, order, device)
 
 
 @pytest.mark.gpu

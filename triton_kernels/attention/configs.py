@@ -12,7 +12,16 @@ from ..registry.spec import AttentionSpec
 from ..runtime.device import Device
 from . import hopper as head
 from . import relayed, streamed, tile_launch
-from .tiles import BwdConfig, Tile, bwd_config, bwd_tiles, bwd_work, fwd_tiles, fwd_work
+from .tiles import (
+    BwdConfig,
+    Tile,
+    block_d,
+    bwd_config,
+    bwd_tiles,
+    bwd_work,
+    fwd_tiles,
+    fwd_work,
+)
 
 
 @configures("head")
@@ -89,7 +98,7 @@ def kept_cost(spec: AttentionSpec, gpu: Device, config: KeptTile) -> float:
     """Microseconds. The numbers are of one H200 in bf16: heads of 16 to 128, 300 to 4,096
     positions; of 79 choices among all kernels 76 are within 5 % of the fastest one. A head that
     fits shared memory is `hopper`'s unless this was measured to be faster."""
-    step = 0.86 + 0.0055 * spec.d  # of 64 keys
+    step = 0.86 + 0.0055 * block_d(spec.d)  # of 64 keys
     programs = spec.n * math.ceil(spec.t / config.keep)
     at_a_time = 256 // config.keep * gpu.num_sms
     us = _in_waves(programs, at_a_time, 2.2, math.ceil(spec.t / config.step) * step)
@@ -98,7 +107,7 @@ def kept_cost(spec: AttentionSpec, gpu: Device, config: KeptTile) -> float:
 
 def streamed_cost(spec: AttentionSpec, gpu: Device, config: StreamedTile) -> float:
     """Likewise. Its programs have a multiprocessor each to themselves."""
-    step = 0.63 + 0.0080 * spec.d  # of 128 keys
+    step = 0.63 + 0.0080 * block_d(spec.d)  # of 128 keys
     programs = spec.n * math.ceil(spec.t / (64 * config.groups))
     us = _in_waves(programs, gpu.num_sms, 2.8, math.ceil(spec.t / config.step) * step)
     return us if _is_long(spec, gpu) else math.inf
@@ -106,15 +115,16 @@ def streamed_cost(spec: AttentionSpec, gpu: Device, config: StreamedTile) -> flo
 
 def relayed_tiles(spec: AttentionSpec, gpu: Device) -> list[RelayedTile]:
     """Of 128 channels dk and dv take half of a thread's registers: there are fewer queries."""
-    return [c for c in RELAYED_CONFIGS if c.step == (32 if spec.d > 64 else 64)]
+    return [c for c in RELAYED_CONFIGS if c.step == (32 if block_d(spec.d) > 64 else 64)]
 
 
 def relayed_cost(spec: AttentionSpec, gpu: Device, config: RelayedTile) -> float:
     """Likewise, in bf16 on one H200, with the kernel in front, which reads o and do."""
-    step = (0.58 + 0.015 * spec.d) * config.step / 64  # of 128 keys
+    d = block_d(spec.d)
+    step = (0.58 + 0.015 * d) * config.step / 64  # of 128 keys
     parts = math.ceil(spec.t / relayed.KEEP)
     front = 4 * spec.n * spec.t * spec.d / 2.7e6
-    start, steps = 1.2 + 0.095 * spec.d, parts * relayed.KEEP // config.step
+    start, steps = 1.2 + 0.095 * d, parts * relayed.KEEP // config.step
     us = front + _in_waves(spec.n * parts, gpu.num_sms, start, steps * step)
     return us if _is_long(spec, gpu) else math.inf
 
@@ -124,8 +134,8 @@ def tiles_grad_cost(spec: AttentionSpec, gpu: Device, config: BwdConfig) -> floa
     programs are small, and several fit a multiprocessor, so there are no waves."""
     if relayed.refuse(spec, gpu) is not None or config != bwd_config(spec):
         return math.inf
-    blocks = math.ceil(spec.t / 64)
-    program = 0.06 * spec.d - 0.3 + blocks * (0.32 + 0.0125 * spec.d)  # of both kernels
+    blocks, d = math.ceil(spec.t / 64), block_d(spec.d)
+    program = 0.06 * d - 0.3 + blocks * (0.32 + 0.0125 * d)  # of both kernels
     us = max(1.0, spec.n * blocks / gpu.num_sms) * program
     return us if _is_long(spec, gpu) else math.inf
 

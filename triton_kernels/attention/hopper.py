@@ -26,6 +26,7 @@ from ..runtime.device import Device
 from ..runtime.hardware import BOX_SIDE
 from ..runtime.layout import is_aligned
 from .operands import BwdOperands, FwdOperands
+from .tiles import block_d
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -33,6 +34,7 @@ if SUPPORTED:
     from .hopper_kernels import attention_bwd_head_kernel, attention_fwd_head_kernel
 
 _HEAD_DIMS = (16, 32, 64)
+_WORD = 8  # channels in the 16 bytes of which strides of TMA are multiples
 _MOST_DQ = 256 * 32  # numbers of dq in the registers of a warpgroup; two have twice as many
 
 
@@ -41,14 +43,19 @@ def _rows(t: int) -> int:
     return max(64, triton.next_power_of_2(t))
 
 
-def refuse_heads(spec: AttentionSpec, gpu: Device, dims: Sequence[int]) -> str | None:
+def refuse_heads(
+    spec: AttentionSpec, gpu: Device, dims: Sequence[int], padded: bool = False
+) -> str | None:
     """Why no kernel for Hopper has them: no such GPU, not in 16 bits, not of these sizes, or not
-    for TMA to read."""
+    for TMA to read. `padded`: these are the sizes of tiles, which a head need not fill."""
     if spec.keys is not None:
         return "keys and values in another tensor than queries"
     if reason := missing(gpu, spec.itemsize):
         return reason
-    if spec.d not in dims:
+    if padded and (spec.d % _WORD or block_d(spec.d) not in dims):
+        least = next(d for d in range(_WORD, dims[-1] + 1, _WORD) if block_d(d) in dims)
+        return f"heads of {spec.d} channels; it has multiples of {_WORD}, {least} to {dims[-1]}"
+    if not padded and spec.d not in dims:
         return f"heads of {spec.d} channels; it has {', '.join(map(str, dims))}"
     return None if spec.fetchable else "an address or stride that TMA cannot read"
 
@@ -76,7 +83,7 @@ def forward(config: tuple[int, int], operands: FwdOperands) -> None:
     keep, step = min(config[0], rows), min(config[1], rows)
     attention_fwd_head_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
         described(qkv, keep, d), described(qkv, rows, d), described(o, keep, d), lse,
-        **shared(constants), ROWS=rows, KEEP=keep, STEP=step, num_warps=4,
+        **shared(constants, "D"), ROWS=rows, KEEP=keep, STEP=step, num_warps=4,
         maxnreg=168 if d < 64 else None,  # so that three programs fit a multiprocessor
         **overlapping(qkv.device, n * t),
     )  # fmt: skip
@@ -92,18 +99,27 @@ def backward(_: tuple[int, int], operands: BwdOperands) -> Tensor | None:
     attention_bwd_head_kernel[(n * constants["num_heads"],)](
         described(qkv, positions, d), described(do, positions, d), described(dqkv, positions, d), o,
         lse, rows,
-        **shared(constants), ROWS=positions, BUFFERS=1 if wide else 2, HELD=not wide,
+        **shared(constants, "D"), ROWS=positions, BUFFERS=1 if wide else 2, HELD=not wide,
         num_warps=num_warps, **overlapping(qkv.device),
     )  # fmt: skip
     return rows
 
 
-def shared(constants: dict) -> dict:
-    """Of the constants of plain Triton's kernels those that Hopper's have too."""
-    return {name: constants[name] for name in ("num_heads", "scale", "T", "D", "HEADS_QKV")}
+def shared(constants: dict, *widths: str) -> dict:
+    """Of the constants of plain Triton's kernels those that Hopper's have too, with these widths
+    of a head."""
+    return {name: constants[name] for name in ("num_heads", "scale", "T", "HEADS_QKV", *widths)}
 
 
 def described(x: Tensor, rows: int, d: int) -> "TensorDescriptor":
     """x [N, T, C] in boxes [1, rows, d]."""
     n, t, c = x.shape
     return in_boxes(x, [n, t, c], [t * c, c, 1], [1, rows, d])
+
+
+def by_heads(x: Tensor, rows: int, constants: dict) -> "TensorDescriptor":
+    """x [N, T, C] as [N, T, C / D, D] in boxes [1, rows, 1, BLOCK_D]. What a box has beyond a head
+    is zero where it is read, and is not written."""
+    (n, t, c), d = x.shape, constants["D"]
+    box = [1, rows, 1, constants["BLOCK_D"]]
+    return in_boxes(x, [n, t, c // d, d], [t * c, c, d, 1], box)

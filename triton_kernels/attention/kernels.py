@@ -344,6 +344,7 @@ def attention_bwd_delta_kernel(
     num_heads,
     T: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
     FLAGS: tl.constexpr,  # of a block of ROWS positions
 ):
@@ -354,7 +355,7 @@ def attention_bwd_delta_kernel(
     channels = num_heads * D
     start = n.to(tl.int64) * T * channels + head * D
     offs_t = block * ROWS + tl.arange(0, ROWS)
-    offs_d = tl.arange(0, D)
+    offs_d = tl.arange(0, BLOCK_D)
     do = _load_tile(do_ptr + start, offs_t, offs_d, channels, 1, T, D)
     o = _load_tile(o_ptr + start, offs_t, offs_d, channels, 1, T, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)

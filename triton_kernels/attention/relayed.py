@@ -26,14 +26,14 @@ from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import following, overlapping
 from ..runtime.device import Device
 from ..runtime.hardware import WARP, thread_registers
-from .hopper import described, refuse_heads, shared
+from .hopper import by_heads, refuse_heads, shared
 from .kernels import attention_bwd_delta_kernel
 from .operands import BwdOperands
 
 if SUPPORTED:
     from .relayed_kernels import attention_bwd_relayed_kernel
 
-DIMS = (32, 64, 128)
+DIMS = (32, 64, 128)  # channels of tiles, which heads fill or are padded to
 KEEP = 128  # keys of a program: two warpgroups of 64
 _SHARE = 4  # one multiprocessor in so many has a program of the same head, at most
 
@@ -41,7 +41,7 @@ _SHARE = 4  # one multiprocessor in so many has a program of the same head, at m
 def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
     """Why dq cannot be relayed: not on Hopper, not in 16 bits, not heads like these, or more
     programs a head than are sure to run at the same time."""
-    if reason := refuse_heads(spec, gpu, DIMS):
+    if reason := refuse_heads(spec, gpu, DIMS, padded=True):
         return reason
     if spec.t <= KEEP:
         return f"{spec.t} positions, the keys of one program"
@@ -59,23 +59,25 @@ def backward(config: tuple[int, int], operands: BwdOperands) -> Tensor | None:
     (step, slots), (do, qkv, _, _, o, lse, dqkv, _, _, constants) = config, operands
     n, t, _ = qkv.shape
     rows = operands.rows(KEEP)
-    d, heads = constants["D"], constants["num_heads"]
+    heads, block_d = constants["num_heads"], constants["BLOCK_D"]
     parts = triton.cdiv(t, KEEP)
     delta, dq, flags = (
         torch.empty((n, heads, *shape), dtype=torch.float32, device=qkv.device)
-        for shape in ((t,), (parts * KEEP, d), (parts * KEEP // step,))
+        for shape in ((t,), (parts * KEEP, block_d), (parts * KEEP // step,))
     )
     flags = flags.view(torch.int32)
     grid = (n * heads * parts,)
     attention_bwd_delta_kernel[grid](
         do, o, delta, flags, heads,
-        T=t, D=d, ROWS=KEEP, FLAGS=KEEP // step, num_warps=4, **overlapping(qkv.device),
+        T=t, D=constants["D"], BLOCK_D=block_d, ROWS=KEEP, FLAGS=KEEP // step, num_warps=4,
+        **overlapping(qkv.device),
     )  # fmt: skip
     attention_bwd_relayed_kernel[grid](
-        described(qkv, step, d), described(qkv, KEEP, d), described(do, step, d),
-        described(dqkv, step, d), described(dqkv, KEEP, d), lse, delta, dq, flags, rows,
-        **shared(constants), KEYS=KEEP, STEP=step, SLOTS=slots, num_warps=KEEP // 16,
+        by_heads(qkv, step, constants), by_heads(qkv, KEEP, constants),
+        by_heads(do, step, constants), by_heads(dqkv, step, constants),
+        by_heads(dqkv, KEEP, constants), lse, delta, dq, flags, rows,
+        **shared(constants, "D", "BLOCK_D"), KEYS=KEEP, STEP=step, SLOTS=slots,
         # the three warps that do not multiply take the registers of four
-        maxnreg=thread_registers(12 * WARP), **following(qkv.device),
+        num_warps=KEEP // 16, maxnreg=thread_registers(12 * WARP), **following(qkv.device),
     )  # fmt: skip
     return rows

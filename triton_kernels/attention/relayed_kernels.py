@@ -22,8 +22,8 @@ from ..hopper.compat import aggregate, sync_threads, tma_load, tma_store
 from ..hopper.pairs import round_pairs
 from ..hopper.pipeline import Ring, new_barriers, new_ring
 from ..runtime.dependent_launch import await_inputs
-from .hopper_kernels import head_offset, unseen_zero
-from .streamed_kernels import matrix
+from .hopper_kernels import unseen_zero
+from .streamed_kernels import first_part, matrix
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -35,8 +35,8 @@ class _Program:
     n: gl.tensor
     head: gl.tensor
     j: gl.tensor  # which keys
-    column: gl.tensor  # of q among the channels
-    part: gl.tensor  # from q to k, and from k to v
+    query: gl.tensor  # its q among the parts of the channels
+    step: gl.tensor  # from q to k, and from k to v
     sum_ptr: gl.tensor  # of the head
     rows_ptr: gl.tensor  # or None
     SHARE: gl.constexpr  # blocks of queries a program
@@ -113,21 +113,21 @@ def _weights(s, memory, program, m, scale_log2, T: gl.constexpr):
 
 
 @gluon.jit
-def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr):
+def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr, D: gl.constexpr):
     dtype: gl.constexpr = memory.k_buf.dtype
     KEYS: gl.constexpr = memory.k_buf.shape[2]
-    D: gl.constexpr = memory.k_buf.shape[3]
+    BLOCK_D: gl.constexpr = memory.k_buf.shape[4]
     STEP: gl.constexpr = memory.ds_bufs.shape[2]
     SHARE: gl.constexpr = program.SHARE
     BLOCKS: gl.constexpr = program.BLOCKS
     SLOTS: gl.constexpr = memory.ring.SLOTS
     WARPS: gl.constexpr = KEYS // 16
     TURNED: gl.constexpr = STEP < 64  # dq^T is computed
-    ROWS: gl.constexpr = D if TURNED else STEP
-    COLUMNS: gl.constexpr = STEP if TURNED else D
+    ROWS: gl.constexpr = BLOCK_D if TURNED else STEP
+    COLUMNS: gl.constexpr = STEP if TURNED else BLOCK_D
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, STEP, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
-    OUT_Q: gl.constexpr = _of_dq(STEP, D, WARPS)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
+    OUT_Q: gl.constexpr = _of_dq(STEP, BLOCK_D, WARPS)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
     ring = memory.ring
@@ -141,8 +141,8 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr):
     # Scores are transposed, [keys, queries]: p and ds are the left operands of dv and dk as they
     # lie in registers. dq needs ds the other way round, by way of shared memory.
     zeros = gl.zeros([KEYS, STEP], gl.float32, SCORES)
-    dk = warpgroup_mma_init(gl.zeros([KEYS, D], gl.float32, OUT))
-    dv = warpgroup_mma_init(gl.zeros([KEYS, D], gl.float32, OUT))
+    dk = warpgroup_mma_init(gl.zeros([KEYS, BLOCK_D], gl.float32, OUT))
+    dv = warpgroup_mma_init(gl.zeros([KEYS, BLOCK_D], gl.float32, OUT))
     no_dq = gl.zeros([ROWS, COLUMNS], gl.float32, OUT_Q)
     mbarrier.wait(memory.full.index(0), 0)
     slot = ring.wait(0)
@@ -190,7 +190,7 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr):
         dp, dk, dq, ds_left = warpgroup_mma_wait(1, deps=(dp, dk, dq, ds_left))
         dk = warpgroup_mma_init(dk)
         mbarrier.wait(memory.allowed.index(m % 2), m // 2 & 1)
-        _add(program.sum_ptr + program.block(m) * (STEP * D) + within, dq)
+        _add(program.sum_ptr + program.block(m) * (STEP * BLOCK_D) + within, dq)
     LAST: gl.constexpr = BLOCKS - 1
     delta = ring.bufs[3].index(LAST % SLOTS).load(QUERY)
     ds = round_pairs(weights * (dp - delta[None, :]), dtype)
@@ -210,7 +210,7 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr):
     mbarrier.wait(memory.allowed.index(LAST % 2), LAST // 2 & 1)
     sums = ()
     for i in gl.static_range(SHARE):
-        place = program.sum_ptr + program.block(BLOCKS - SHARE + i) * (STEP * D)
+        place = program.sum_ptr + program.block(BLOCKS - SHARE + i) * (STEP * BLOCK_D)
         sums = sums + (gl.load(place + within, cache_modifier=".cg"),)
     dk, dv, dq, p, ds_left = warpgroup_mma_wait(0, deps=(dk, dv, dq, p, ds_left))
     sync_threads()  # all have done with k, v and q, and results take their place
@@ -227,22 +227,25 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr):
     fence_async_shared()
     sync_threads()
     t0 = program.j * KEYS
-    where = [program.n, t0, program.column + program.part]
+    where = [program.n, t0, program.query + program.step, 0]
     tma_store(dkv_desc, where, memory.k_buf.index(0))
-    where = [program.n, t0, program.column + 2 * program.part]
+    where = [program.n, t0, program.query + 2 * program.step, 0]
     tma_store(dkv_desc, where, memory.v_buf.index(0))
     for i in gl.static_range(SHARE):
-        where = [program.n, program.block(BLOCKS - SHARE + i) * STEP, program.column]
+        where = [program.n, program.block(BLOCKS - SHARE + i) * STEP, program.query, 0]
         tma_store(dq_desc, where, ring.bufs[0].index(i))
     if program.rows_ptr is not None:
-        LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-        ptrs = program.rows_ptr + gl.arange(0, D, layout=gl.SliceLayout(0, LINES))
-        gl.store(ptrs + program.part, gl.sum(k.load(LINES).to(gl.float32), 0))
-        gl.store(ptrs + 2 * program.part, gl.sum(v.load(LINES).to(gl.float32), 0))
-        total = gl.zeros([D], gl.float32, gl.SliceLayout(0, LINES))
+        LINES: gl.constexpr = gl.BlockedLayout(
+            [1, 8], [256 // BLOCK_D, BLOCK_D // 8], [WARPS, 1], [1, 0]
+        )
+        offs_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LINES))
+        ptrs, there = program.rows_ptr + offs_d, offs_d < D
+        gl.store(ptrs + program.step * D, gl.sum(k.load(LINES).to(gl.float32), 0), mask=there)
+        gl.store(ptrs + 2 * program.step * D, gl.sum(v.load(LINES).to(gl.float32), 0), mask=there)
+        total = gl.zeros([BLOCK_D], gl.float32, gl.SliceLayout(0, LINES))
         for i in gl.static_range(SHARE):
             total += gl.sum(matrix(ring.bufs[0].index(i)).load(LINES).to(gl.float32), 0)
-        gl.store(ptrs, total)
+        gl.store(ptrs, total, mask=there)
     tma.store_wait(0)
 
 
@@ -253,7 +256,7 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr):
 def _load(memory, program, q_desc, do_desc, lse_ptr, delta_ptr, T: gl.constexpr):
     """What the steps take. lse and delta of a step are on their way during the one before it."""
     STEP: gl.constexpr = q_desc.block_type.shape[1]
-    D: gl.constexpr = q_desc.block_type.shape[2]
+    BLOCK_D: gl.constexpr = q_desc.block_type.shape[3]
     VECTOR: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     ring = memory.ring
     offs = program.block(0) * STEP + gl.arange(0, STEP, layout=VECTOR)
@@ -261,9 +264,9 @@ def _load(memory, program, q_desc, do_desc, lse_ptr, delta_ptr, T: gl.constexpr)
     delta = gl.load(delta_ptr + offs, mask=offs < T, other=0.0)
     for m in range(program.BLOCKS):
         t0 = program.block(m) * STEP
-        slot, bar = ring.acquire(m, 2 * STEP * D * 2)
-        tma_load(q_desc, [program.n, t0, program.column], bar, ring.bufs[0].index(slot))
-        tma_load(do_desc, [program.n, t0, program.head * D], bar, ring.bufs[1].index(slot))
+        slot, bar = ring.acquire(m, 2 * STEP * BLOCK_D * 2)
+        tma_load(q_desc, [program.n, t0, program.query, 0], bar, ring.bufs[0].index(slot))
+        tma_load(do_desc, [program.n, t0, program.head, 0], bar, ring.bufs[1].index(slot))
         ring.bufs[2].index(slot).store(lse)
         ring.bufs[3].index(slot).store(delta)
         sync_threads()
@@ -313,20 +316,21 @@ def _tell_others(memory, program, flags_ptr):
 
 @gluon.jit
 def attention_bwd_relayed_kernel(
-    q_desc,  # qkv [N, T, 3C] in boxes [1, STEP, D]
-    kv_desc,  # the same in boxes [1, KEYS, D]
-    do_desc,  # [N, T, C] in boxes [1, STEP, D]
-    dq_desc,  # dqkv [N, T, 3C] in boxes [1, STEP, D]
-    dkv_desc,  # the same in boxes [1, KEYS, D]
+    q_desc,  # qkv [N, T, 3 heads, D] in boxes [1, STEP, 1, BLOCK_D]
+    kv_desc,  # the same in boxes [1, KEYS, 1, BLOCK_D]
+    do_desc,  # [N, T, heads, D] in boxes [1, STEP, 1, BLOCK_D]
+    dq_desc,  # dqkv as qkv in boxes [1, STEP, 1, BLOCK_D]
+    dkv_desc,  # the same in boxes [1, KEYS, 1, BLOCK_D]
     lse_ptr,  # float32 [N, heads, T], base 2
     delta_ptr,  # float32 [N, heads, T]
-    sum_ptr,  # float32 [N, heads, BLOCKS, STEP, D]: dq; of any contents
+    sum_ptr,  # float32 [N, heads, BLOCKS, STEP, BLOCK_D]: dq; of any contents
     flags_ptr,  # int32 [N, heads, BLOCKS]: zeros
     rows_ptr,  # float32 [N, T in blocks of KEYS, 3C] or None: sums of dq, dk and dv
     num_heads,
     scale,  # 1 / sqrt(d)
     T: gl.constexpr,
     D: gl.constexpr,
+    BLOCK_D: gl.constexpr,  # D as a power of two
     HEADS_QKV: gl.constexpr,
     KEYS: gl.constexpr,
     STEP: gl.constexpr,  # queries at a time
@@ -339,10 +343,10 @@ def attention_bwd_relayed_kernel(
     BLOCKS: gl.constexpr = PARTS * SHARE
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     SQUARE: gl.constexpr = gl.NVMMASharedLayout(2 * STEP, 16, rank=2)
-    k_buf = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], kv_desc.layout)
-    v_buf = gl.allocate_shared_memory(dtype, [1, 1, KEYS, D], kv_desc.layout)
-    q_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], q_desc.layout)
-    do_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], do_desc.layout)
+    k_buf = gl.allocate_shared_memory(dtype, [1, 1, KEYS, 1, BLOCK_D], kv_desc.layout)
+    v_buf = gl.allocate_shared_memory(dtype, [1, 1, KEYS, 1, BLOCK_D], kv_desc.layout)
+    q_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, 1, BLOCK_D], q_desc.layout)
+    do_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, 1, BLOCK_D], do_desc.layout)
     lse_bufs = gl.allocate_shared_memory(gl.float32, [SLOTS, STEP], FLAT)
     delta_bufs = gl.allocate_shared_memory(gl.float32, [SLOTS, STEP], FLAT)
     ds_bufs = gl.allocate_shared_memory(dtype, [2, KEYS, STEP], SQUARE)
@@ -357,22 +361,22 @@ def attention_bwd_relayed_kernel(
     row = gl.program_id(0) // PARTS  # sample and head as one number
     j = gl.program_id(0) % PARTS
     n, head = row // num_heads, row % num_heads
-    column, part = head_offset(head, num_heads, D, HEADS_QKV)
-    mbarrier.expect(full.index(0), 2 * KEYS * D * 2)
-    tma_load(kv_desc, [n, j * KEYS, column + part], full.index(0), k_buf.index(0))
-    tma_load(kv_desc, [n, j * KEYS, column + 2 * part], full.index(0), v_buf.index(0))
+    query, step = first_part(head, num_heads, HEADS_QKV)
+    mbarrier.expect(full.index(0), 2 * KEYS * BLOCK_D * 2)
+    tma_load(kv_desc, [n, j * KEYS, query + step, 0], full.index(0), k_buf.index(0))
+    tma_load(kv_desc, [n, j * KEYS, query + 2 * step, 0], full.index(0), v_buf.index(0))
     lse_ptr += row.to(gl.int64) * T
     delta_ptr += row.to(gl.int64) * T
-    sum_ptr += row.to(gl.int64) * (BLOCKS * STEP * D)
+    sum_ptr += row.to(gl.int64) * (BLOCKS * STEP * BLOCK_D)
     flags_ptr += row * BLOCKS
     if rows_ptr is not None:
-        rows_ptr += (n * PARTS + j).to(gl.int64) * (3 * num_heads * D) + column
-    program = _Program(n, head, j, column, part, sum_ptr, rows_ptr, SHARE, BLOCKS)
+        rows_ptr += (n * PARTS + j).to(gl.int64) * (3 * num_heads * D) + query * D
+    program = _Program(n, head, j, query, step, sum_ptr, rows_ptr, SHARE, BLOCKS)
     gl.warp_specialize(
         [
-            (_differentiate, (memory, program, dkv_desc, dq_desc, scale, T)),
+            (_differentiate, (memory, program, dkv_desc, dq_desc, scale, T, D)),
             (_load, (memory, program, q_desc, do_desc, lse_ptr, delta_ptr, T)),
-            (_await_others, (memory, program, flags_ptr, STEP * D)),
+            (_await_others, (memory, program, flags_ptr, STEP * BLOCK_D)),
             (_tell_others, (memory, program, flags_ptr)),
         ],
         [1, 1, 1],

@@ -18,12 +18,13 @@ from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
 from ..runtime.hardware import thread_registers
-from .hopper import described, refuse_heads, shared
+from .hopper import by_heads, refuse_heads, shared
 from .operands import FwdOperands
 
 if SUPPORTED:
     from .streamed_kernels import attention_fwd_kept_kernel, attention_fwd_streamed_kernel
 
+# channels of tiles, which heads fill or are padded to
 KEPT_DIMS = (16, 32, 64)  # of 128, results alone take half of a thread's 128 registers
 STREAMED_DIMS = (16, 32, 64, 128)
 _KEPT_THREADS = 512  # of programs that fit a multiprocessor together
@@ -31,12 +32,12 @@ _KEPT_THREADS = 512  # of programs that fit a multiprocessor together
 
 def refuse_kept(spec: AttentionSpec, gpu: Device) -> str | None:
     """Why `kept` cannot compute this: not on Hopper, not in 16 bits, or not heads like these."""
-    return refuse_heads(spec, gpu, KEPT_DIMS)
+    return refuse_heads(spec, gpu, KEPT_DIMS, padded=True)
 
 
 def refuse_streamed(spec: AttentionSpec, gpu: Device) -> str | None:
     """Why `streamed` cannot, likewise."""
-    return refuse_heads(spec, gpu, STREAMED_DIMS)
+    return refuse_heads(spec, gpu, STREAMED_DIMS, padded=True)
 
 
 def forward_kept(config: tuple[int, int, int], operands: FwdOperands) -> None:
@@ -44,10 +45,10 @@ def forward_kept(config: tuple[int, int, int], operands: FwdOperands) -> None:
     are in shared memory."""
     (keep, step, slots), (qkv, _, _, o, lse, constants) = config, operands
     n, t, _ = qkv.shape
-    d = constants["D"]
     attention_fwd_kept_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
-        described(qkv, keep, d), described(qkv, step, d), described(o, keep, d), lse,
-        **shared(constants), STEP=step, SLOTS=slots, num_warps=keep // 16, 
+        by_heads(qkv, keep, constants), by_heads(qkv, step, constants),
+        by_heads(o, keep, constants), lse,
+        **shared(constants, "BLOCK_D"), STEP=step, SLOTS=slots, num_warps=keep // 16,
         maxnreg=thread_registers(_KEPT_THREADS), **overlapping(qkv.device, n * t),
     )  # fmt: skip
 
@@ -57,11 +58,10 @@ def forward_streamed(config: tuple[int, int, int, int], operands: FwdOperands) -
     thread, and so many blocks of keys and as many of values."""
     (groups, step, slots, registers), (qkv, _, _, o, lse, constants) = config, operands
     n, t, _ = qkv.shape
-    d = constants["D"]
     # what a thread has at the launch; warpgroups then hand registers to each other
     equal = (groups * registers + LOADER_REGISTERS) // (groups + 1) // 8 * 8
     attention_fwd_streamed_kernel[(n * constants["num_heads"] * triton.cdiv(t, 64 * groups),)](
-        described(qkv, 64, d), described(qkv, step, d), described(o, 64, d), lse,
-        **shared(constants), GROUPS=groups, STEP=step, SLOTS=slots, REGISTERS=registers,
-        num_warps=4, maxnreg=equal, **overlapping(qkv.device, n * t),
+        by_heads(qkv, 64, constants), by_heads(qkv, step, constants), by_heads(o, 64, constants),
+        lse, **shared(constants, "BLOCK_D"), GROUPS=groups, STEP=step, SLOTS=slots,
+        REGISTERS=registers, num_warps=4, maxnreg=equal, **overlapping(qkv.device, n * t),
     )  # fmt: skip

@@ -31,10 +31,17 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def matrix(buf):
-    """[1, ROWS, D] as [ROWS, D]."""
+    """[1, ROWS, 1, BLOCK_D] as [ROWS, BLOCK_D]."""
     WIDTH: gl.constexpr = buf.type.layout.swizzle_byte_width
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(WIDTH, 16, rank=2)
-    return reinterpret(buf, buf.dtype, [buf.shape[1], buf.shape[2]], LAYOUT)
+    return reinterpret(buf, buf.dtype, [buf.shape[1], buf.shape[3]], LAYOUT)
+
+
+@gluon.jit
+def first_part(head, num_heads, HEADS_QKV: gl.constexpr):
+    """Of the 3 num_heads parts of the channels that of q of a head, and the step from there to its
+    k, and from k to v."""
+    return head_offset(head, num_heads, 1, HEADS_QKV)
 
 
 @gluon.jit
@@ -72,14 +79,13 @@ def _finish(
     offs = t0 + gl.arange(0, ROWS, layout=VECTOR)
     gl.store(lse_ptr + row.to(gl.int64) * T + offs, m + log2(total), mask=offs < T)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    D: gl.constexpr = acc.shape[1]
     OUT: gl.constexpr = acc.type.layout
     acc *= gl.convert_layout(1 / total, gl.SliceLayout(1, OUT))[:, None]
     sync_threads()  # all have done with q
     matrix(buf).store(round_pairs(acc, buf.dtype))
     fence_async_shared()
     sync_threads()
-    tma_store(o_desc, [n, t0, head * D], buf)
+    tma_store(o_desc, [n, t0, head, 0], buf)
     tma.store_wait(0)
 
 
@@ -94,8 +100,8 @@ class _Block:
     n: gl.tensor
     head: gl.tensor
     t0: gl.tensor
-    column: gl.tensor  # of q among the channels
-    part: gl.tensor  # from q to k, and from k to v
+    query: gl.tensor  # its q among the parts of the channels
+    step: gl.tensor  # from q to k, and from k to v
 
 
 @aggregate
@@ -111,17 +117,17 @@ class _Memory:
 @gluon.jit
 def _load(q_desc, kv_desc, memory, block, STEPS: gl.constexpr, GROUPS: gl.constexpr):
     STEP: gl.constexpr = kv_desc.block_type.shape[1]
-    D: gl.constexpr = kv_desc.block_type.shape[2]
-    mbarrier.expect(memory.q_full.index(0), GROUPS * 64 * D * 2)
+    BLOCK_D: gl.constexpr = kv_desc.block_type.shape[3]
+    mbarrier.expect(memory.q_full.index(0), GROUPS * 64 * BLOCK_D * 2)
     for i in gl.static_range(GROUPS):
-        where = [block.n, block.t0 + i * 64, block.column]
+        where = [block.n, block.t0 + i * 64, block.query, 0]
         tma_load(q_desc, where, memory.q_full.index(0), memory.q_bufs.index(i))
     for j in range(STEPS):
-        slot, bar = memory.keys.acquire(j, STEP * D * 2)
-        where = [block.n, j * STEP, block.column + block.part]
+        slot, bar = memory.keys.acquire(j, STEP * BLOCK_D * 2)
+        where = [block.n, j * STEP, block.query + block.step, 0]
         tma_load(kv_desc, where, bar, memory.keys.bufs.index(slot))
-        slot, bar = memory.values.acquire(j, STEP * D * 2)
-        where = [block.n, j * STEP, block.column + 2 * block.part]
+        slot, bar = memory.values.acquire(j, STEP * BLOCK_D * 2)
+        where = [block.n, j * STEP, block.query + 2 * block.step, 0]
         tma_load(kv_desc, where, bar, memory.values.bufs.index(slot))
 
 
@@ -130,16 +136,16 @@ def _attend(
     GROUP: gl.constexpr, memory, block, o_desc, lse_ptr, scale,
     T: gl.constexpr, STEPS: gl.constexpr,
 ):  # fmt: skip
-    D: gl.constexpr = memory.q_bufs.shape[3]
+    BLOCK_D: gl.constexpr = memory.q_bufs.shape[4]
     STEP: gl.constexpr = memory.keys.bufs.shape[2]
     dtype: gl.constexpr = memory.q_bufs.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     scale_log2 = scale * _LOG2_E
     zeros = gl.zeros([64, STEP], gl.float32, SCORES)
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
-    acc = gl.zeros([64, D], gl.float32, OUT)
+    acc = gl.zeros([64, BLOCK_D], gl.float32, OUT)
     q = matrix(memory.q_bufs.index(GROUP))
 
     mbarrier.wait(memory.q_full.index(0), 0)
@@ -168,15 +174,15 @@ def _attend(
 
 @gluon.jit
 def attention_fwd_streamed_kernel(
-    q_desc,  # qkv [N, T, 3C] in boxes [1, 64, D]
-    kv_desc,  # the same in boxes [1, STEP, D]
-    o_desc,  # [N, T, C] in boxes [1, 64, D]
+    q_desc,  # qkv [N, T, 3 heads, D] in boxes [1, 64, 1, BLOCK_D]
+    kv_desc,  # the same in boxes [1, STEP, 1, BLOCK_D]
+    o_desc,  # [N, T, heads, D] in boxes [1, 64, 1, BLOCK_D]
     lse_ptr,  # float32 [N, heads, T], base 2
     num_heads,
     scale,  # 1 / sqrt(d)
     T: gl.constexpr,
-    D: gl.constexpr,
     HEADS_QKV: gl.constexpr,
+    BLOCK_D: gl.constexpr,  # D as a power of two
     GROUPS: gl.constexpr,  # warpgroups, each of which keeps 64 queries
     STEP: gl.constexpr,  # keys at a time
     SLOTS: gl.constexpr,  # blocks of keys, and of values, in shared memory
@@ -186,9 +192,9 @@ def attention_fwd_streamed_kernel(
     dtype: gl.constexpr = kv_desc.dtype
     STEPS: gl.constexpr = (T + STEP - 1) // STEP
     PARTS: gl.constexpr = (T + 64 * GROUPS - 1) // (64 * GROUPS)
-    q_bufs = gl.allocate_shared_memory(dtype, [GROUPS, 1, 64, D], q_desc.layout)
-    k_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], kv_desc.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], kv_desc.layout)
+    q_bufs = gl.allocate_shared_memory(dtype, [GROUPS, 1, 64, 1, BLOCK_D], q_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, 1, BLOCK_D], kv_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, 1, BLOCK_D], kv_desc.layout)
     q_full = new_barriers(1)
     memory = _Memory(
         q_bufs, q_full, new_ring(k_bufs, SLOTS, GROUPS), new_ring(v_bufs, SLOTS, GROUPS)
@@ -199,8 +205,8 @@ def attention_fwd_streamed_kernel(
 
     row = gl.program_id(0) // PARTS
     n, head = row // num_heads, row % num_heads
-    column, part = head_offset(head, num_heads, D, HEADS_QKV)
-    block = _Block(row, n, head, gl.program_id(0) % PARTS * (64 * GROUPS), column, part)
+    query, step = first_part(head, num_heads, HEADS_QKV)
+    block = _Block(row, n, head, gl.program_id(0) % PARTS * (64 * GROUPS), query, step)
     launch_roles(
         _attend, (memory, block, o_desc, lse_ptr, scale, T, STEPS),
         _load, (q_desc, kv_desc, memory, block, STEPS, GROUPS),
@@ -212,27 +218,27 @@ def attention_fwd_streamed_kernel(
 
 
 @gluon.jit
-def _fetch(kv_desc, k_bufs, v_bufs, full, j, n, column, part, SLOTS: gl.constexpr):
+def _fetch(kv_desc, k_bufs, v_bufs, full, j, n, query, step, SLOTS: gl.constexpr):
     """Block j of keys and values, to its slot."""
     STEP: gl.constexpr = kv_desc.block_type.shape[1]
-    D: gl.constexpr = kv_desc.block_type.shape[2]
+    BLOCK_D: gl.constexpr = kv_desc.block_type.shape[3]
     bar = full.index(j % SLOTS)
-    mbarrier.expect(bar, 2 * STEP * D * 2)
-    tma_load(kv_desc, [n, j * STEP, column + part], bar, k_bufs.index(j % SLOTS))
-    tma_load(kv_desc, [n, j * STEP, column + 2 * part], bar, v_bufs.index(j % SLOTS))
+    mbarrier.expect(bar, 2 * STEP * BLOCK_D * 2)
+    tma_load(kv_desc, [n, j * STEP, query + step, 0], bar, k_bufs.index(j % SLOTS))
+    tma_load(kv_desc, [n, j * STEP, query + 2 * step, 0], bar, v_bufs.index(j % SLOTS))
 
 
 @gluon.jit
 def attention_fwd_kept_kernel(
-    q_desc,  # qkv [N, T, 3C] in boxes [1, KEEP, D]
-    kv_desc,  # the same in boxes [1, STEP, D]
-    o_desc,  # [N, T, C] in boxes [1, KEEP, D]
+    q_desc,  # qkv [N, T, 3 heads, D] in boxes [1, KEEP, 1, BLOCK_D]
+    kv_desc,  # the same in boxes [1, STEP, 1, BLOCK_D]
+    o_desc,  # [N, T, heads, D] in boxes [1, KEEP, 1, BLOCK_D]
     lse_ptr,  # float32 [N, heads, T], base 2
     num_heads,
     scale,  # 1 / sqrt(d)
     T: gl.constexpr,
-    D: gl.constexpr,
     HEADS_QKV: gl.constexpr,
+    BLOCK_D: gl.constexpr,  # D as a power of two
     STEP: gl.constexpr,  # keys at a time
     SLOTS: gl.constexpr,  # blocks of keys and values in shared memory
     num_warps: gl.constexpr,
@@ -242,10 +248,10 @@ def attention_fwd_kept_kernel(
     STEPS: gl.constexpr = (T + STEP - 1) // STEP
     PARTS: gl.constexpr = (T + KEEP - 1) // KEEP
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, STEP, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, D, 16])
-    q_buf = gl.allocate_shared_memory(dtype, [1, KEEP, D], q_desc.layout)
-    k_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], kv_desc.layout)
-    v_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, D], kv_desc.layout)
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, BLOCK_D, 16])
+    q_buf = gl.allocate_shared_memory(dtype, [1, KEEP, 1, BLOCK_D], q_desc.layout)
+    k_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, 1, BLOCK_D], kv_desc.layout)
+    v_bufs = gl.allocate_shared_memory(dtype, [SLOTS, 1, STEP, 1, BLOCK_D], kv_desc.layout)
     q_full = new_barriers(1)
     full = new_barriers(SLOTS)
     fence_async_shared()
@@ -255,17 +261,17 @@ def attention_fwd_kept_kernel(
     row = gl.program_id(0) // PARTS
     t0 = gl.program_id(0) % PARTS * KEEP
     n, head = row // num_heads, row % num_heads
-    column, part = head_offset(head, num_heads, D, HEADS_QKV)
-    mbarrier.expect(q_full.index(0), KEEP * D * 2)
-    tma_load(q_desc, [n, t0, column], q_full.index(0), q_buf)
+    query, step = first_part(head, num_heads, HEADS_QKV)
+    mbarrier.expect(q_full.index(0), KEEP * BLOCK_D * 2)
+    tma_load(q_desc, [n, t0, query, 0], q_full.index(0), q_buf)
     for j in gl.static_range(min(SLOTS, STEPS)):
-        _fetch(kv_desc, k_bufs, v_bufs, full, j, n, column, part, SLOTS)
+        _fetch(kv_desc, k_bufs, v_bufs, full, j, n, query, step, SLOTS)
 
     scale_log2 = scale * _LOG2_E
     zeros = gl.zeros([KEEP, STEP], gl.float32, SCORES)
     m = gl.full([KEEP], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([KEEP], gl.float32, gl.SliceLayout(1, SCORES))
-    acc = gl.zeros([KEEP, D], gl.float32, OUT)
+    acc = gl.zeros([KEEP, BLOCK_D], gl.float32, OUT)
     q = matrix(q_buf)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(full.index(0), 0)
@@ -284,7 +290,7 @@ def attention_fwd_kept_kernel(
         s, acc, p = warpgroup_mma_wait(0, deps=(scores, acc, p))
         sync_threads()  # all have done with this block
         if j + SLOTS < STEPS:
-            _fetch(kv_desc, k_bufs, v_bufs, full, j + SLOTS, n, column, part, SLOTS)
+            _fetch(kv_desc, k_bufs, v_bufs, full, j + SLOTS, n, query, step, SLOTS)
     p, m, total, acc = _rescaled(s, m, total, acc, (STEPS - 1) * STEP, scale_log2, dtype, T)
     acc = warpgroup_mma(p, matrix(v_bufs.index((STEPS - 1) % SLOTS)), acc, is_async=True)
     _finish(acc, p, m, total, q_buf, o_desc, lse_ptr, row, n, t0, head, T)
