@@ -112,6 +112,7 @@ def _run(name: str, asked: Sequence[int]) -> NoReturn:
     from diffusion.user_files import import_plugin
 
     from .entry import exit_codes, plain, run_entry
+    from .naming import named_as_given
 
     @hydra.main(version_base=None, config_path=str(CONFIGS), config_name=name)
     def configured(config: DictConfig) -> Any:
@@ -121,7 +122,8 @@ def _run(name: str, asked: Sequence[int]) -> NoReturn:
             settings = plain(config)
             choose_threads(busy)  # before anything imports PyTorch
             import_plugin(settings.pop("plugin", None))
-            return call(COMMANDS[name], settings)
+            with named_as_given(settings):
+                return call(COMMANDS[name], settings)
 
     run_entry(configured, name)
 

@@ -32,6 +32,7 @@ from diffusion.runtime.interrupt import Interrupted
 from diffusion.settings import flattened, shown
 
 from . import sweep
+from .naming import PATHS
 from .output import HELP, exit_where_nobody_reads, show
 from .resume import own_settings
 
@@ -43,9 +44,6 @@ _WITH_VALUE += ("--package", "-p")
 _ALONE = (*HELP, *_MULTIRUN, "--hydra-help", "--version", "--resolve", "--run", "-r")
 _ALONE += ("--shell-completion", "-sc", "--info", "-i", "--experimental-rerun")
 _SYNTAX = "()[]{},'\"\\$"  # of lists, quotes, sweeps and interpolations in Hydra's language
-# settings that may name a file or folder to read or to write
-_PATHS = ("path", "ckpt", "src", "out", "init", "mask", "resume", "reference", "weights", "runs")
-_PATHS += ("run_dir", "guide", "labels", "encode", "decoder")
 _LISTED = 20  # keys or choices at most in a message
 
 # ${first_given:A,B} in a configuration: A, or B if that is null
@@ -70,7 +68,7 @@ def plain(config: DictConfig) -> dict[str, Any]:
 def check_paths(settings: dict[str, Any]) -> None:
     """ConfigError for a setting that names what is no file and no folder."""
     for key, value in flattened(settings):
-        if key.rpartition(".")[2] in _PATHS and isinstance(value, str):
+        if key.rpartition(".")[2] in PATHS and isinstance(value, str):
             check_readable(key, value)
 
 
@@ -150,7 +148,7 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let exceptions through to here
     warnings.formatwarning = _one_line(warnings.formatwarning)
     sys.argv[1:] = readable(sys.argv[1:])
-    wrong = wrong_option(sys.argv[1:], config_name)
+    wrong = wrong_option(sys.argv[1:], config_name) or wrong_choice(sys.argv[1:], config_name)
     if wrong is not None:
         _fail(wrong)
     try:
@@ -253,6 +251,16 @@ def wrong_option(arguments: Sequence[str], config_name: str) -> str | None:
         near = [*same, *_near(key, valid)][:1]
         hint = f", here {near[0]}={value or 'VALUE'}" if near else ""
         return f"{name} is no option; settings are given as KEY=VALUE{hint}"
+    return None
+
+
+def wrong_choice(arguments: Sequence[str], config_name: str) -> str | None:
+    """What to say of a list where a group takes one choice, on which Hydra fails; None if there is
+    none."""
+    for argument in _parted(arguments)[1]:
+        group, _, value = argument.partition("=")
+        if value.startswith("[") and group in _groups(config_name):
+            return _unknown(argument, value, sorted(_choices(group)))
     return None
 
 

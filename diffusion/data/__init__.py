@@ -47,6 +47,12 @@ _LOADERS: dict[str, Callable[..., ImageSet]] = {
 _GIVEN = ("vectors", "context")  # options of every set, for files beside it
 
 
+def _of_every_set(
+    channels: int | None = None, vectors: str | None = None, context: str | None = None
+) -> None:
+    """The schema of what a loader may leave to `load_dataset`."""
+
+
 def register_dataset(name: str) -> Callable[[L], L]:
     """As `diffusion.register_dataset`, which says what the function has to be."""
 
@@ -123,6 +129,7 @@ def _checked(
     for key in given:
         if key not in valid:
             raise ConfigError(f"dataset.{key} is no option of {name}; {nearest(key, valid)}")
+    typed(_of_every_set, {key: options.get(key) for key in ("channels", *_GIVEN)}, "dataset")
     given = typed(loader, given, "dataset")
     channels = None if "channels" in known else given.pop("channels", None)
     if channels not in (None, 1, 3):

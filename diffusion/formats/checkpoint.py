@@ -125,7 +125,9 @@ def find_checkpoint(path: str | Path, others: str = "") -> Path:
     ConfigError: there is none; `others` is what else the caller takes."""
     path = Path(path)
     if not path.exists():
-        raise ConfigError(f"checkpoint {path} does not exist")
+        raise ConfigError(
+            f"{path} does not exist; expected a run's folder or a checkpoint's{others}"
+        )
     if (path / "state.json").is_file():
         return path
     found = latest_checkpoint(path / "checkpoints") or latest_checkpoint(path)

@@ -292,7 +292,7 @@ def _find(
     if path.is_file():
         return _in_file(path, ema, model, diffusion)
     if not path.exists() and path.suffix in _SUFFIXES:
-        raise ConfigError(f"weights file {path} does not exist")
+        raise ConfigError(f"{path} does not exist; expected a weights file")
     if is_diffusers(path):
         return _in_diffusers(path, ema, model, diffusion)
     checkpoint = find_checkpoint(path, _OTHERS)

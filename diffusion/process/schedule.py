@@ -402,6 +402,14 @@ def _ends(
     num_timesteps: int, beta_start: float | None, beta_end: float | None
 ) -> tuple[float, float]:
     scale = 1000 / count_of("num_timesteps", num_timesteps)
+    for key, value in (("beta_start", beta_start), ("beta_end", beta_end)):
+        if value is not None and not 0 < value < 1:
+            raise ConfigError(f"{key}={value:g} is impossible; expected a number between 0 and 1")
+    if beta_end is None and scale * 0.02 >= 1:
+        raise ConfigError(
+            f"num_timesteps={num_timesteps} is too small for beta_end=20/{num_timesteps}, which has"
+            " to be below 1; expected at least 21, or give beta_end"
+        )
     beta_start = scale * 1e-4 if beta_start is None else beta_start
     beta_end = scale * 0.02 if beta_end is None else beta_end
     return beta_start, beta_end

@@ -17,6 +17,7 @@ from ..data.packed import check_output, load_packed
 from ..data.parts import unfinished, write_parts
 from ..data.preparing import DecodedImages, EncodedImages, StoredSamples
 from ..data.shards import list_shards
+from ..data.values import LAYOUTS
 from ..errors import ConfigError
 from ..runtime.distributed import choose_device
 from ..runtime.progress import Progress
@@ -54,6 +55,9 @@ def prepare(
     check_output(path, overwrite)
     if not 1 <= workers <= _MOST_WORKERS:
         raise ConfigError(f"workers={workers}; expected 1 to {_MOST_WORKERS} processes")
+    if layout not in (None, *LAYOUTS):
+        raise ConfigError(f"layout={layout} is unknown; choose one of {', '.join(LAYOUTS)} or null")
+    choose_device(device)
     settings = {
         "src": os.path.expanduser(src),
         "size": size,

@@ -86,6 +86,11 @@ class DrawSettings(TrainedSettings):
             raise ConfigError(f"seed={self.seed}; expected a whole number from 0 to 2^63 - 1")
         check_sampler(self.sampler)
         if self.guide is None:  # before anything is loaded
+            if self.guide_ema is not True:
+                raise ConfigError(
+                    f"guide_ema={shown(self.guide_ema)} goes with guide=CHECKPOINT, which is not"
+                    " given"
+                )
             Guidance(self.guidance, self.guidance_interval, self.guidance_rescale, self.negative)
 
     def guide_of(self, trained: Trained) -> Guide:

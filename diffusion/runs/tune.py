@@ -26,7 +26,7 @@ from ..factory import MODELS
 from ..runtime.distributed import choose_device
 from ..runtime.precompile import compile_ahead
 from ..runtime.progress import Progress
-from ..settings import construct
+from ..settings import construct, shown
 from .precompile_worker import training_step
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,8 @@ class TuneSettings:
         name = self.model.get("name")
         if not isinstance(name, str) or name not in MODELS:
             raise ConfigError(
-                f"model.name={name}; tuning is for images, expected one of {', '.join(MODELS)}"
+                f"model.name={shown(name)}; tuning is for images, expected one of"
+                f" {', '.join(MODELS)}"
             )
 
     @property

@@ -42,13 +42,15 @@ _SEED = 2020  # of KID's subsets and the order of the Inception score's parts, t
 _NEIGHBOURS = 3  # of precision and recall
 
 
-def check_metrics(metrics: list[str], known: tuple[str, ...] = METRICS) -> None:
+def check_metrics(
+    metrics: list[str], known: tuple[str, ...] = METRICS, key: str = "metrics"
+) -> None:
     """ConfigError unless all are known, and there is one."""
     for name in metrics:
         if name not in known:
-            raise ConfigError(f"metrics has {name}; choose from {', '.join(known)}")
+            raise ConfigError(f"{key} has {name}; choose from {', '.join(known)}")
     if not metrics:
-        raise ConfigError(f"metrics is empty; choose from {', '.join(known)}")
+        raise ConfigError(f"{key}=[] is empty; choose from {', '.join(known)}")
 
 
 def digest_of(images: Tensor) -> str:

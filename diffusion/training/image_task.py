@@ -252,7 +252,7 @@ def image_options(dataset: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """(options of `load_dataset`, whether half of the images are to be mirrored)."""
     options = {key: value for key, value in dataset.items() if key != "held_out"}
     flip = options.pop("flip", None)
-    if flip not in (None, False, True):
+    if not isinstance(flip, bool | None):
         raise ConfigError(f"dataset.flip={shown(flip)} is wrong; expected true or false")
     return options, bool(flip)
 

@@ -19,6 +19,7 @@ from ..runtime.distributed import Processes
 from ..runtime.interrupt import Interrupted, signals_received
 from ..runtime.progress import duration
 from ..runtime.startup import START_UP
+from ..sampling.quality import check_metrics
 from ..tracking.run_log import Preview, RunLog
 from ..tracking.tracker import Tracker, check_tracker
 from .held_out_loss import Losses
@@ -72,6 +73,7 @@ class TrainSettings:
             raise ConfigError(f"train.seed={self.seed} is too large; expected less than 2^63")
         if self.fid_images == 1:
             raise ConfigError("train.fid_images=1; one image has no spread, expected 0 or more")
+        check_metrics(self.fid_metrics, key="train.fid_metrics")
         check_tracker(self.track)
         if self.batch_size % self.accumulate:
             raise ConfigError(

@@ -113,7 +113,7 @@ def test_what_a_weaker_network_has_to_share(weights, tmp_path):
         ({"guidance": 2, "negative": 3}, "negative=3 is unknown; the model has 3 classes: 0 to 2"),
         ({"guide": "nowhere"}, "guide=nowhere has no effect with guidance=1"),
         ({"guide": "nowhere", "guidance": 2, "negative": 1}, "guide=nowhere goes without negative"),
-        ({"guide": "nowhere", "guidance": 2}, "checkpoint nowhere does not exist"),
+        ({"guide": "nowhere", "guidance": 2}, "nowhere does not exist"),
         ({"model": {"name": "unet", **TINY}, "guidance": 2}, "in the file"),
     ],
 )

@@ -128,8 +128,14 @@ def test_weights_of_the_loss(tmp_path):
     "given, words",
     [
         (("diffusion.min_snr_gamma=0",), "min_snr_gamma=0; expected a number above 0"),
-        (("diffusion=linear", "diffusion.beta_end=2"), "betas run from 0.0001 to 2"),
-        (("diffusion=linear", "diffusion.num_timesteps=10"), "betas run from 0.01 to 2"),
+        (
+            ("diffusion=linear", "diffusion.beta_end=2"),
+            "diffusion.beta_end=2 is impossible; expected a number between",
+        ),
+        (
+            ("diffusion=linear", "diffusion.num_timesteps=10"),
+            "diffusion.num_timesteps=10 is too small",
+        ),
     ],
 )
 def test_impossible_processes(tmp_path, given, words):

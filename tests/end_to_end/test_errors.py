@@ -2,6 +2,8 @@
 
 import pytest
 
+from triton_diffusion.naming import as_given
+
 from .run import TINY, run
 
 
@@ -31,7 +33,14 @@ def fails(*command: str, cwd=None) -> str:
         ("dataset.size=9", "image_size=(9, 9) does not suit 2 levels; height"),
         ("model.num_groups=24", "24"),
         ("model.num_classes=2", "has 3 classes"),
-        ("train.resume=nowhere", "nowhere does not exist"),
+        ("train.resume=nowhere", "train.resume=nowhere does not exist; expected a run's folder"),
+        ("dataset.flip=0", "dataset.flip=0 is wrong; expected true or false"),
+        ("dataset.channels=true", "dataset.channels=true is wrong; expected a whole number"),
+        ("dataset.vectors=true", "dataset.vectors=true is wrong; expected text or null"),
+        ("dataset.vectors=nowhere.npy", "dataset.vectors=nowhere.npy does not exist"),
+        ("train.fid_metrics=[1]", "train.fid_metrics has 1; choose from fid, kid"),
+        ("train.fid_metrics=[]", "train.fid_metrics=[] is empty; choose from fid, kid"),
+        ("model=[1]", "model=[1] is unknown; valid: adm64"),
         ("diffusion.variance=learned", "learned_range"),
         ("dataset=trajectories", "dataset.count is unknown; dataset=elephants has it; valid: "),
         ("dataset.path=a", "dataset=fashion_mnist, dataset=folder, "),
@@ -49,6 +58,26 @@ def test_wrong_setting(tmp_path, override, expected):
     command = (*TINY, f"run_dir={tmp_path}/run", "train.steps=1", override)
     assert expected in fails("train.py", *command)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("train.precision=fp8 is unknown", "precision=fp8 is unknown"),
+        ("give dataset.size=null, not train.steps", "give size=null, not train.steps"),
+        ("model.size=1 is wrong", "model.size=1 is wrong"),  # a group that is here
+        ("a.b holds no checkpoint", "ckpt=a.b holds no checkpoint"),
+        ("a.b/c holds no checkpoint", "a.b/c holds no checkpoint"),
+        ("here does not exist", "here does not exist"),  # which of the two?
+        ("ckpt=a.b is wrong", "ckpt=a.b is wrong"),
+        ("precision of a.b", "precision of a.b"),
+    ],
+)
+def test_settings_are_named_as_the_user_has_them(message, expected):
+    """`tools/tune.py precision=fp8` has no group `train`."""
+    settings = {"ckpt": "a.b", "precision": "fp8", "size": 3, "model": {"size": 1}}
+    settings |= {"init": "here", "mask": "here", "sampler": "precision"}
+    assert as_given(message, settings) == expected
 
 
 @pytest.mark.parametrize(

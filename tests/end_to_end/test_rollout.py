@@ -60,7 +60,7 @@ def test_both_backends_are_timed_on_a_gpu(trained):
     ("overrides", "expected"),
     [
         (("ckpt=nowhere",), "nowhere does not exist"),
-        (("ckpt=epoch=0550-score=0.969.ckpt",), " epoch=0550-score=0.969.ckpt does not exist"),
+        (("ckpt=epoch=0550-score=0.969.ckpt",), "ckpt=epoch=0550-score=0.969.ckpt does not exist"),
         (("action_steps=8",), "action_steps=8; a chunk of 8 actions has 7 from the last of 2"),
         (("env=",), "env= is wrong; expected text"),
         (("out=/dev/null/a.gif",), "/dev/null/a.gif cannot be written"),
