@@ -193,26 +193,27 @@ def _user_page(given: dict[str, str], gpu: Chip) -> Page:
     options = {"tf32": (given["precision"] == "tf32",) * 2, "kernels": (fused_ops, gpu.gpu)}
     with torch.autocast("cpu", torch.bfloat16, enabled=low and trains):
         made = plan(network.train(trains), args, {}, trains=trains, **options)
-    return page(made, gpu)
+    return page(made, gpu, of_call=True)
 
 
 def _plan(
     network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip
-) -> tuple[Plan, Chip, Kernels]:
-    """What runs, and on which kernels: samplers and policies ask the framework's networks in their
-    own ways. Other networks have the plan of `accelerate`, in train.py too, and what runs layer by
-    layer."""
+) -> tuple[Plan, Chip, Kernels, bool]:
+    """What runs, on which kernels, and whether as `accelerate` runs it: samplers and policies ask
+    the framework's networks in their own ways. Other networks have the plan of `accelerate`, in
+    train.py too, and what runs layer by layer."""
     if isinstance(network, UNet1d) and not trains:
         n, length, _ = args[0].shape
-        return real_time_plan(network, n, length, fused_ops, gpu.gpu), gpu, fused_ops
+        return real_time_plan(network, n, length, fused_ops, gpu.gpu), gpu, fused_ops, False
     if trains or not isinstance(network, UNet):
-        return plan(network, args, kwargs, trains=trains), gpu, fused_ops
+        return plan(network, args, kwargs, trains=trains), gpu, fused_ops, True
     n, c, h, w = args[0].shape
     device = args[0].device
     shape, context = torch.Size((n, h, w, c)), parts_of(args[2] if len(args) > 2 else None).context
     tokens = 0 if context is None else context.shape[1]
     kernels = step_kernels(network.backend)
-    return sampling_plan(network, shape, device, kernels, tokens, gpu.gpu), gpu, kernels
+    made = sampling_plan(network, shape, device, kernels, tokens, gpu.gpu)
+    return made, gpu, kernels, False
 
 
 def _title(given: dict[str, str], changed: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""The memory that the page of a step says is what the whole step takes."""
+"""The memory that the page of a step says is what the whole step takes, and that of a call what
+both passes of an accelerated network take."""
 
 import json
 
@@ -7,10 +8,11 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from benchmarks.steps import our_model, our_step
+from diffusion.plan.printed.call import CallMemory
 from diffusion.plan.printed.memory import Allocations, StepMemory
 from diffusion.runtime.distributed import Processes
 from tests.end_to_end.run import run
-from tests.plan.memory_of_steps import IMAGES, STEPS, nothing, paged
+from tests.plan.memory_of_steps import CALLS, IMAGES, STEPS, nothing, paged
 from triton_kernels.canary import kernels_off
 from triton_kernels.registry.chips import Chip
 from triton_kernels.runtime.device import describe
@@ -62,6 +64,22 @@ def test_as_measured_on_a_gpu(steps):
     whole, recomputed = (total / 2**30 + 24 / 1024 for total in steps[1])
     assert whole == pytest.approx(4.04, rel=0.005)
     assert recomputed == pytest.approx(2.80, rel=0.02)  # measured at an older commit
+
+
+@pytest.mark.parametrize("number", range(len(CALLS)))
+def test_the_page_counts_all_of_a_call(steps, number):
+    """But for the gradient of its result, which is small."""
+    parts, total, whole = steps[2][number]
+    sizes = {name: size for name, size in parts.items() if name != "at"}
+    assert sum(sizes.values()) == total
+    assert all(sizes[name] > 0 for name in ("parameters", "activations", "results", "rows"))
+    assert 0.98 * whole < total - parts["parameters"] <= whole
+
+
+def test_what_the_page_says_of_a_call():
+    said = str(CallMemory(2_000_000, 40_000_000, 1_000_000, 0, 500_000, "conv_dw3"))
+    assert said.startswith("memory: 44 MB at the peak of a call (conv_dw3), beside its inputs: ")
+    assert "2 MB of parameters; 40 MB of activations" in said and "rows" not in said
 
 
 @pytest.mark.gpu

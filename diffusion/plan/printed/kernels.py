@@ -5,12 +5,13 @@ are noted, as in `triton_kernels.runtime.launch_recorder`.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from triton_kernels import fused_ops
@@ -21,8 +22,12 @@ from triton_kernels.runtime.launch_recorder import noting_launches
 from ..build import Plan
 from ..execute import Streams, run_moves
 from ..graph import Node, Value
-from ..launch.table import BY_PYTORCH, Kernels, launcher_of
+from ..launch.table import BY_PYTORCH, Kernels, Launcher, launcher_of
+from ..moves import Move
 from ..ops import FREE
+
+HOST = torch.device("cpu")
+_VIEWS = (*FREE, "slice", "layout")  # which may make no memory
 
 
 @dataclass(frozen=True)
@@ -39,26 +44,60 @@ def launched(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> dict[Node, Laun
     """Of each node what it launches on such a GPU, of these kernels."""
     if is_interpreted():
         return {node: Launched((node.op,)) for node in plan.schedule.nodes}
-    values = {v: _blank(v) for v in (*plan.graph.inputs, *plan.graph.parameters.values())}
-    values |= plan.graph.constants
-    if plan.backward is not None:
-        values |= {seed: _blank(seed) for seed in plan.backward.seeds.values()}
-    found, run = {}, launcher_of(ops).of_backward({}, torch.device("cpu"))
+    found = {}
 
-    def launch(node: Node, values: Mapping[Value, torch.Tensor]) -> dict[Value, torch.Tensor]:
-        if node.op in BY_PYTORCH:
-            found[node] = Launched(("" if node.op in FREE else "PyTorch",))
-            return {value: _blank(value) for value in node.outputs.values()}
-        made = run(node, values)
-        found[node] = notes.taken()
-        return made
+    def note(node: Node) -> None:
+        free = node.op in FREE and node.op in BY_PYTORCH
+        found[node] = Launched(("",)) if free else notes.taken()
 
-    with noting(gpu) as notes, torch.no_grad():
-        run_moves(plan.schedule.moves, values, Streams(torch.device("cpu"), others=0), launch)
+    with noting(gpu) as notes:
+        dry_run(plan, starts(plan), launcher_of(ops).of_backward({}, HOST), note)
     return found
 
 
-def _blank(value: Value) -> torch.Tensor:
+def starts(plan: Plan) -> dict[Value, Tensor]:
+    """What a call of a plan begins with, and gradients of results, in host memory that nobody
+    writes."""
+    begins = [*plan.graph.inputs, *plan.graph.parameters.values()]
+    begins += [] if plan.backward is None else plan.backward.seeds.values()
+    return {v: _blank(v) for v in begins} | plan.graph.constants
+
+
+def dry_run(
+    plan: Plan,
+    values: dict[Value, Tensor],  # as `starts` gives them
+    run: Launcher,
+    note: Callable[[Node], None] = lambda node: None,  # told of each, in its turn
+    watch: Callable[[Move, dict[Value, Tensor]], None] | None = None,  # as `run_moves` has it
+) -> None:
+    """Both passes over host tensors that nobody writes, within `noting`."""
+
+    def launch(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+        if node.op in BY_PYTORCH and node.op in _VIEWS:
+            made = _viewed(run, node, values)
+        elif node.op in BY_PYTORCH:
+            made = {value: _blank(value) for value in node.outputs.values()}
+        else:
+            made = run(node, values)
+        note(node)
+        return made
+
+    with torch.no_grad():
+        run_moves(plan.schedule.moves, values, Streams(HOST, others=0), launch, watch=watch)
+
+
+def _viewed(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+    """What is where `x` is, if strides allow that, or else memory of its own."""
+    x = values[node.inputs["x"]]
+    shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    y = run(node, {**values, node.inputs["x"]: shape})[node.out]
+    if y.untyped_storage()._cdata != shape.untyped_storage()._cdata:
+        return {node.out: _blank(node.out)}
+    start = x.storage_offset() + y.storage_offset()
+    return {node.out: x.as_strided(y.shape, y.stride(), start)}
+
+
+def _blank(value: Value) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype)
 
 

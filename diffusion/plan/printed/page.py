@@ -15,8 +15,9 @@ from ..graph import Node, Value
 from ..launch.table import Kernels
 from ..moves import Move
 from ..ops import FREE, WEIGHT_GRADS
+from .call import CallMemory, call_memory
 from .flops import flops_of
-from .kernels import Launched, launched
+from .kernels import Launched, is_interpreted, launched
 from .memory import StepMemory
 
 
@@ -49,7 +50,7 @@ class Page:
     """All lines in their order, and what is said under them."""
 
     lines: list[Line]
-    memory: StepMemory | str  # a sentence about it, of what is no step of `train.py`
+    memory: StepMemory | CallMemory | str  # a sentence about it, of what samples
     gpu: Device
 
 
@@ -127,8 +128,15 @@ def lines(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> list[Line]:
     return writer.lines
 
 
-def page(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> Page:
+def page(
+    plan: Plan,
+    gpu: Chip,
+    ops: Kernels = fused_ops,
+    of_call: bool = False,  # it is run as `accelerate` runs it
+) -> Page:
     memory = f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak"
+    if of_call and not is_interpreted():
+        memory = call_memory(plan, gpu, ops)
     return Page(lines(plan, gpu, ops), memory, gpu.gpu)
 
 
