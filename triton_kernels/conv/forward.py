@@ -30,7 +30,8 @@ FORWARD = Op(
     key=_KEY,
     kernels=(
         tma.FORWARD,
-        unfused_3x3.FORWARD,
+        unfused_3x3.TILES,
+        unfused_3x3.TF32_TILES,
         *unfused_1x1.FORWARD,
         tma_stride.FORWARD,
         pointer.PLAIN_FORWARD,
@@ -65,7 +66,7 @@ INPUT_GRAD = Op(
     key=_KEY,
     kernels=(
         tma.INPUT_GRAD,
-        unfused_3x3.INPUT_GRAD,
+        unfused_3x3.TILES,
         *unfused_1x1.INPUT_GRAD,
         Kernel(
             "transpose_first",

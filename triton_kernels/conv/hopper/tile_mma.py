@@ -88,7 +88,8 @@ def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:
 
 
 def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = None) -> None:
-    """The convolution, or its input gradient, with one of `configs`; or the convolution and
+    """The convolution, or its input gradient, with one of `configs`: that of the convolution alone,
+    without terms, if the activation is "identity" and there is no table; or the convolution and
     the norm of it, if a tile is whole images, or tiles of an image meet (`epilogue_grid_sync`)."""
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]

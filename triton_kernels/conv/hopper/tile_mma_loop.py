@@ -1,4 +1,4 @@
-"""The main loop of `tile_mma`, `unfused_tiles` and their kin: 3x3 filters over blocks of pixels.
+"""The main loop of `tile_mma`, `unfused_tiles` and `upsampled`: 3x3 filters over blocks of pixels.
 
 A block is 64 channels, or 32 of float32, of the pixels of a tile and of the row above and below it,
 moved by a column.

@@ -1,15 +1,14 @@
-"""3x3 filters of `conv2d` for Hopper, in Gluon, over rows of 8 to 64 pixels: forward and input
-gradient in 16 bits, forward in TF32 too, a bias at most. Pixels are fetched three times, not nine.
+"""3x3 filters of `conv2d` for Hopper, in Gluon: in 16 bits those of `tile_mma`, whose epilogue adds
+a bias at most; in TF32 a kernel of the forward pass, over rows of 8 to 64 pixels. Pixels are
+fetched three times, not nine.
 
 As those of `unfused_1x1` they are taken only where they were measured to be faster than
 `conv.plain.tma`.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import triton
-from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, missing
 from ...registry.kernel import Kernel, configures
@@ -17,13 +16,36 @@ from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import following, overlapping
 from ...runtime.device import Device, describe
 from ..configs import ConvOperands
-from .operands import filters_in_boxes
+from . import tile_mma
+from .operands import Operands, filters_in_boxes
 from .refusals import refuse_filters
-from .tile_mma import TILES as TILE_MMA
-from .tile_mma import WIDTHS, cut, in_rows
+from .tile_mma import WIDTHS, TileMma, cut, in_rows
 
 if SUPPORTED:
     from .unfused_tiles import conv_unfused_tiles_kernel
+
+
+# --- 16 bits --------------------------------------------------------------------------------------
+
+
+def _refuse_tiles(spec: ConvSpec, gpu: Device) -> str | None:
+    return _refuse_unaligned(spec) or tile_mma.refuse(spec, gpu)
+
+
+def _refuse_unaligned(spec: ConvSpec) -> str | None:
+    return None if spec.aligned else "tensors do not begin at multiples of 16 bytes"
+
+
+def _launch_tiles(config: TileMma, operands: ConvOperands) -> None:
+    x, weight, bias, y, _, _, _, dgrad, *_ = operands
+    activation = "identity" if dgrad else None
+    tile_mma.launch(config, Operands(x, weight, y, bias, None, activation=activation))
+
+
+TILES = Kernel("tile_mma", TileMma, _refuse_tiles, tile_mma.configs, launch=_launch_tiles)
+
+
+# --- TF32 -----------------------------------------------------------------------------------------
 
 
 @configures("unfused_tiles")
@@ -34,18 +56,16 @@ class UnfusedTiles(NamedTuple):
 
 
 # pixels of a tile
-_TILES = tuple(dict.fromkeys(tile.block_m for tile in TILE_MMA))
+_TILES = tuple(dict.fromkeys(tile.block_m for tile in tile_mma.TILES))
 
 
-def _refuse(spec: ConvSpec, gpu: Device, grad: bool) -> str | None:
-    tf32 = spec.dtype == "tf32" and not grad
-    if reason := missing(gpu, 2 if tf32 else spec.itemsize) or refuse_filters(spec):
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.dtype != "tf32":
+        return f"it multiplies in TF32, not in {spec.dtype}"
+    if reason := missing(gpu) or refuse_filters(spec) or _refuse_unaligned(spec):
         return reason
-    if not spec.aligned:
-        return "tensors do not begin at multiples of 16 bytes"
-    block = 32 if tf32 else 64
-    if spec.k % block or spec.c % 64:
-        return f"{spec.k} and {spec.c} channels are no multiples of {block} and 64"
+    if spec.k % 32 or spec.c % 64:
+        return f"{spec.k} and {spec.c} channels are no multiples of 32 and 64"
     if spec.w not in WIDTHS:
         return f"rows of {spec.w} pixels; it takes {', '.join(map(str, WIDTHS))}"
     return None if _cuts(spec) else f"images of {spec.h}x{spec.w} are not cut into tiles"
@@ -56,50 +76,27 @@ def _cuts(spec: ConvSpec) -> list[int]:
 
 
 def _launch(config: UnfusedTiles, operands: ConvOperands) -> None:
-    x, weight, bias, y, _, _, _, dgrad, *_ = operands
+    x, weight, bias, y, *_ = operands
     n, h, w, k = x.shape
     c = y.shape[3]
-    rows, images = cut(config.block_m, h, w)
+    gpu, (rows, images) = describe(x.device), cut(config.block_m, h, w)
     tiles = triton.cdiv(n, images) * (h // rows) * (c // 64)
-    block = 128 // x.itemsize
-    if x.itemsize == 4:
-        rings, result = (_ring_tf32(x, config.block_m, images), 0), y
-        options = following(x.device) if operands.follows else overlapping(x.device)
-    else:
-        rings, result, options = _rings(x, config.block_m, images), in_rows(y, rows, images), {}
-    conv_unfused_tiles_kernel[(min(tiles, describe(x.device).num_sms),)](
-        in_rows(x, 2, images, block), filters_in_boxes(weight, 64, block), result, bias, n, h, k, c,
-        ROWS=rows, IMAGES=images, W=w, DGRAD=dgrad, BLOCKS=rings[0], STEPS=rings[1], num_warps=4,
-        maxnreg=168, **options,
+    conv_unfused_tiles_kernel[(min(tiles, gpu.num_sms),)](
+        in_rows(x, 2, images, 32), filters_in_boxes(weight, 64, 32), y, bias, n, h, k, c,
+        ROWS=rows, IMAGES=images, W=w, BLOCKS=_ring(gpu, config.block_m, images * w), num_warps=4,
+        maxnreg=168, **(following(x.device) if operands.follows else overlapping(x.device)),
     )  # fmt: skip
 
 
-def _rings(x: Tensor, pixels: int, images: int) -> tuple[int, int]:
-    """Blocks of pixels, and filters of one tap, that shared memory has room for beside two results.
-    A block is needed for three filters: as many as make the shorter of the two rings longest."""
-    room = describe(x.device).shared_memory - 2048 - 2 * pixels * 128
-    block, tap = (pixels + 2 * images * x.shape[2]) * 128, 64 * 128
-
-    def ahead(blocks: int) -> int:
-        return min(3 * (blocks - 1), (room - blocks * block) // tap)
-
-    blocks = max(range(2, 6), key=ahead)
-    return blocks, min(9, (room - blocks * block) // tap)
-
-
-def _ring_tf32(x: Tensor, pixels: int, images: int) -> int:
+def _ring(gpu: Device, pixels: int, row: int) -> int:
     """Blocks of pixels, each with three filters, that shared memory has room for."""
-    room = describe(x.device).shared_memory - 2048
-    return min(6, room // ((pixels + 2 * images * x.shape[2] + 3 * 64) * 128))
+    return min(6, (gpu.shared_memory - 2048) // ((pixels + 2 * row + 3 * 64) * 128))
 
 
-FORWARD, INPUT_GRAD = (
-    Kernel(
-        "unfused_tiles",
-        UnfusedTiles,
-        partial(_refuse, grad=grad),
-        lambda spec, gpu: [UnfusedTiles(pixels) for pixels in _cuts(spec)],
-        launch=_launch,
-    )
-    for grad in (False, True)
+TF32_TILES = Kernel(
+    "unfused_tiles",
+    UnfusedTiles,
+    _refuse,
+    lambda spec, gpu: [UnfusedTiles(pixels) for pixels in _cuts(spec)],
+    launch=_launch,
 )
