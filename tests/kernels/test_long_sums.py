@@ -196,29 +196,6 @@ def test_parts_of_measured_rows(path):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("batch", BATCHES)
-def test_parts_of_two(batch, share, monkeypatch):
-    """Two gradients in one launch, also on a share of the GPU."""
-    seen = []
-    monkeypatch.setattr(
-        group_wgrad, "launch_rows", lambda group, parts, whole, splits, _: seen.append(splits)
-    )
-    monkeypatch.setattr(wgrad_group, "sum_group", lambda *_: None)
-    pair = []
-    for ci in (192, 64):
-        x, dy, out = tensors(batch, 64, 64, ci, 64, 3, BF16)
-        out = out.to(memory_format=torch.channels_last)
-        pair.append(group_wgrad.Gradient(x, dy, out))
-    with standing_for(H100):
-        spec = wgrad_group.grads_spec(pair, True)
-        kernel = wgrad_group.TWO_WEIGHT_GRADS.kernel("row_wgrad_pair")
-        assert kernel.refuse(spec, H100) is None
-        (together,) = kernel.configs(spec, H100)
-        wgrad_group._run(pair, False, together, True, share)
-    assert products_of_part(pair[0].dy, seen[0], 256) <= MOST_PRODUCTS + 16
-
-
-@pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("size", [1, 3])
 def test_parts_of_several(size, share, monkeypatch):
     """Pieces of one list are as long as parts may be, and each block has two of a program at

@@ -11,7 +11,7 @@ from triton_kernels.conv import wgrad_parts
 from triton_kernels.conv.hopper import group_wgrad, rounds_wgrad, row_wgrad
 from triton_kernels.conv.hopper.group_wgrad import Gradient, Tile
 from triton_kernels.conv.hopper.rounds_wgrad import Rounds
-from triton_kernels.conv.wgrad_group import Pair, conv_weight_grads
+from triton_kernels.conv.wgrad_group import conv_weight_grads
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import ConvSpec, WeightGradsSpec
@@ -196,31 +196,8 @@ def test_rounds_are_predicted_to_be_faster_than_one_after_one():
     assert fast < 0.8 * slow
 
 
-PAIRS = {
-    "64x64": Group(3, 64, 64, 3, ((192, 64), (64, 64))),
-    "16x16": Group(13, 16, 16, 3, ((64, 128), (128, 192))),
-    "8x8": Group(64, 8, 8, 3, ((256, 192), (64, 128))),
-    "8x8, an odd number": Group(37, 8, 8, 3, ((64, 64), (64, 64))),
-    "8x8, one part": Group(5, 8, 8, 3, ((512, 384), (384, 512))),
-}
-
-
 class TestGpu:
     pytestmark = gpu
-
-    @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
-    @pytest.mark.parametrize("name", PAIRS)
-    def test_two(self, name, accumulate, device, monkeypatch):
-        poison_outputs(monkeypatch, weight_grads)
-        spec = weight_grads.grads_spec(gradients(PAIRS[name], torch.bfloat16, device), True)
-        kernel = weight_grads.TWO_WEIGHT_GRADS.kernel("row_wgrad_pair")
-        (plan,) = kernel.configs(spec, describe(device))
-        assert isinstance(plan, Pair)
-        first = check(PAIRS[name], torch.bfloat16, device, accumulate, plan)
-        for _ in range(3):
-            again = check(PAIRS[name], torch.bfloat16, device, accumulate, plan)
-            assert all(map(torch.equal, again, first))
-        check(PAIRS[name], torch.bfloat16, device, accumulate, plan, share=0.5)
 
     @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
     @pytest.mark.parametrize(

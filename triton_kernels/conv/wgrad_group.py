@@ -16,37 +16,22 @@ from torch import Tensor
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import WeightGradsSpec, precision_of
-from ..runtime.device import Device, describe
+from ..runtime.device import describe
 from .hopper import group_wgrad, rounds_wgrad, row_wgrad
 from .hopper.group_wgrad import Gradient, Tile
 from .hopper.rounds_wgrad import Rounds
 from .weight_grad import conv_weight_grad, one_after_one, weight_grad_spec
 from .wgrad_parts import sum_group
 
-_MANY_SPLITS = 4
-
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 
 @configures("in_turn")
 class _InTurn(NamedTuple):
-    """Two after two, or one after the other."""
-
-
-@configures("one_by_one")
-class _OneByOne(NamedTuple):
     """Each by `conv_weight_grad`."""
 
 
-@configures("row_wgrad_pair")
-class Pair(NamedTuple):
-    """Two of 3x3 filters in one launch, which fill the GPU with half as many parts of each."""
-
-    splits: int  # parts of either sum
-    co_blocks = ci_blocks = 1  # of a program
-
-
-_Plan = Tile | Rounds | _InTurn | _OneByOne | Pair
+_Plan = Tile | Rounds | _InTurn
 
 
 def conv_weight_grads(
@@ -105,48 +90,6 @@ WEIGHT_GRADS = Op(
 )
 
 
-def _refuse_two(spec: WeightGradsSpec, gpu: Device) -> str | None:
-    one, two = spec.convs
-    if (one.n, one.h, one.w) != (two.n, two.h, two.w):
-        return "images are not of one size"
-    if not spec.contiguous:
-        return "rows of a result are apart"
-    for conv in spec.convs:
-        if conv.of_filters != (conv.c, conv.k):
-            return "x or dy have more channels than the filters"
-        if reason := row_wgrad.refuse(conv, gpu) or row_wgrad.refuse_rows(conv, gpu):
-            return reason
-    return None if row_wgrad.splits_of(one, gpu, two) else "there are too few tiles to share"
-
-
-def _key_of_two(spec: WeightGradsSpec) -> dict[str, Any]:
-    """In the order of the measured rows."""
-    one, two = spec.convs
-    sizes = {"h": one.h, "w": one.w, "ci1": one.k, "co1": one.c}
-    sizes |= {"h2": two.h, "w2": two.w, "ci2": two.k, "co2": two.c}
-    return sizes | {"r": one.r, "s": one.s, "r2": two.r, "s2": two.s, "dtype": spec.dtype}
-
-
-TWO_WEIGHT_GRADS = Op(
-    "conv_two_weight_grads",
-    key=_key_of_two,
-    kernels=(
-        Kernel(
-            "one_by_one",
-            _OneByOne,
-            alike=lambda spec, gpu, _: one_after_one(spec, gpu),
-            delegates=True,
-        ),
-        Kernel(
-            "row_wgrad_pair",
-            Pair,
-            _refuse_two,
-            lambda spec, gpu: [Pair(row_wgrad.splits_of(spec.convs[0], gpu, spec.convs[1]))],
-        ),
-    ),
-)
-
-
 def _run(
     group: Sequence[Gradient],
     accumulate: bool,
@@ -156,22 +99,12 @@ def _run(
 ) -> None:
     spec, gpu = grads_spec(group, allow_tf32), describe(group[0].x.device)
     if isinstance(plan, _InTurn):
-        three = group[0].out.shape[2] == 3
-        for i in range(0, len(group), 1 + three):
-            _run_in_turn(group[i : i + 1 + three], accumulate, share, allow_tf32)
-    elif isinstance(plan, _OneByOne):
         for g in group:
             conv_weight_grad(*g, accumulate=accumulate, allow_tf32=allow_tf32)
     elif isinstance(plan, Rounds):
         whole = rounds_wgrad.whole_blocks(spec, gpu, plan)
         pieces = rounds_wgrad.cut_blocks(spec, gpu, plan) * plan.splits
         _run_rows(group, accumulate, pieces, plan.splits, whole)
-    elif isinstance(plan, Pair):
-        splits = plan.splits
-        if splits >= _MANY_SPLITS:  # with fewer, blocks of channels make most of the programs
-            fewest = row_wgrad.fewest_splits(spec.convs[0])
-            splits = max(fewest, round(share * splits))
-        _run_rows(group, accumulate, splits * group_wgrad.count_blocks(spec, plan), splits)
     else:
         programs = group_wgrad.programs(spec, gpu, plan, share)
         if spec.convs[0].r == 3:
@@ -196,21 +129,6 @@ def _run_rows(
     if pieces:
         tiles = math.prod(row_wgrad.tiles_of(*group[0].x.shape[:3]))
         sum_group(parts, [g.out for g in group], tiles, accumulate, whole)
-
-
-def _run_in_turn(
-    pair: Sequence[Gradient], accumulate: bool, share: float, allow_tf32: bool
-) -> None:
-    """One, or two as was measured to be faster."""
-
-    def run(plan: _OneByOne | Pair) -> Tensor:
-        return _into_copies(pair, plan, allow_tf32)
-
-    plan = _OneByOne()
-    if len(pair) == 2:
-        spec, gpu = grads_spec(pair, allow_tf32), describe(pair[0].x.device)
-        plan = select(TWO_WEIGHT_GRADS, spec, gpu, run).config
-    _run(pair, accumulate, plan, allow_tf32, share)
 
 
 def _into_copies(group: Sequence[Gradient], plan: _Plan, allow_tf32: bool) -> Tensor:

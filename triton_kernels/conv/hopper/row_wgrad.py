@@ -94,15 +94,13 @@ def _is_narrow(spec: ConvSpec) -> bool:
     return few[0] <= 16 == few[1] and many[0] == many[1]
 
 
-def splits_of(spec: ConvSpec, gpu: Device, *others: ConvSpec) -> int:
+def splits_of(spec: ConvSpec, gpu: Device) -> int:
     """Into how many parts to cut the sum over pixels: the fewest rounds of programs, which have a
     multiprocessor each, times their length. One part if there are blocks of channels for most
     multiprocessors; 0 if there are too few tiles to share."""
-    if _is_narrow(spec):  # those that would fill as many
-        co, ci = spec.of_filters
-        blocks = -(-co * ci // 64**2)
-    else:
-        blocks = sum(blocks_of(*conv.of_filters) for conv in (spec, *others))
+    co, ci = spec.of_filters
+    # of few channels those that would fill as many
+    blocks = -(-co * ci // 64**2) if _is_narrow(spec) else blocks_of(co, ci)
     tiles = math.prod(tiles_of(spec.n, spec.h, spec.w))
 
     def time(splits: int) -> int:
