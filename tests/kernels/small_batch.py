@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from triton_kernels.attention import small_batch as qkv_attention
-from triton_kernels.conv.hopper import one_row
+from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.plain import (
     small_batch as conv_early,
 )
@@ -46,7 +46,7 @@ EPS = 1e-5
 MODULES = (
     begin_step,
     conv_early,
-    one_row,
+    conv_fused,
     conv_split,
     split_k_sum,
     norm_small_batch,

@@ -6,7 +6,9 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.conv import conv_norm as fused_conv_norm
+from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
+from triton_kernels.conv.few import SingleTile, conv_few
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import single_tile, tile_mma
@@ -36,7 +38,7 @@ POINTS = {
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    poison_outputs(monkeypatch, single_tile, fused_conv_norm)
+    poison_outputs(monkeypatch, conv_fused, fused_conv_norm)
 
 
 def check_norm(
@@ -141,15 +143,15 @@ class TestGpu:
         residual = residual if with_residual else None
 
         def check():
-            y, partials = single_tile.conv_single_tile(
-                x, weight, bias, residual=residual, stats=True
+            y, partials = conv_few(
+                x, weight, bias, residual=residual, stats=True, config=SingleTile()
             )
             assert relative(y, exact) <= ROUNDING[dtype] + 1e-5
             check_stats(y, partials)
             return y, partials
 
         repeatedly(check)
-        y, none = single_tile.conv_single_tile(x, weight, bias, residual=residual)
+        y, none = conv_few(x, weight, bias, residual=residual, config=SingleTile())
         assert none is None and torch.equal(y, check()[0])
 
     def test_an_empty_batch(self, device):
@@ -159,7 +161,7 @@ class TestGpu:
         y, _, a = conv_norm(x, weight, bias, norm)
         assert y.shape == a.shape == (0, 8, 8, 64)
         x, weight, bias, _, _ = forward_case(POINTS["a tile"]._replace(n=0), x.dtype, device)
-        assert single_tile.conv_single_tile(x, weight, bias)[0].shape == (0, 8, 8, 64)
+        assert conv_few(x, weight, bias, config=SingleTile())[0].shape == (0, 8, 8, 64)
 
 
 def applies(shape: Shape, num_groups: int, dtype=torch.bfloat16, gpu=HOPPER) -> bool:

@@ -1,11 +1,11 @@
 """Convolutions at a small batch: in parts, early, by rows; against `reference.fused`."""
 
 import dataclasses
-from functools import partial
 
 import pytest
 import torch
 
+from triton_kernels.conv.few import OneRow, conv_few
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import one_row
 from triton_kernels.conv.plain import small_batch as conv_early
@@ -209,7 +209,7 @@ def test_split_early(case, config, _, dtype, device):
 
 
 def whole_terms(x, weight, extra):
-    """All that `conv_early` adds, if images are of whole tiles, and their partial sums."""
+    """All that a convolution adds, if images are of whole tiles, and their partial sums."""
     (n, h, w, _), co = x.shape, weight.shape[0]
     bias, extra_bias = torch.randn(2, co, device=x.device)
     terms = {
@@ -223,9 +223,9 @@ def in_double(terms):
     return {k: double(v) if k == "extra" else v.double() for k, v in terms.items()}
 
 
-def check_whole(x, weight, extra, convolve=conv_early.conv_early, stats=False):
+def check_whole(x, weight, extra, config, stats=False):
     bias, terms = whole_terms(x, weight, extra)
-    y, partials = convolve(x, weight, bias, **terms, stats=stats)
+    y, partials = conv_few(x, weight, bias, **terms, stats=stats, config=config)
     exact, _ = fused_reference.conv_forward(
         x.double(), weight.double(), bias.double(), **in_double(terms)
     )
@@ -244,13 +244,13 @@ def test_conv_early(case, _, config, dtype, device):
     x, weight, extra, _ = conv_inputs(CONVS[case], dtype, device)
     config = EarlyConfig(*config)
     stats = x.shape[1] * x.shape[2] % config.block_m == 0
-    check_whole(x, weight, extra, partial(conv_early.conv_early, config=config), stats)
+    check_whole(x, weight, extra, config, stats)
 
 
 def test_channels_behind_those_of_an_early_convolution_are_zero(device):
     x, weight, *_ = conv_inputs((1, 8, 8, 16, 3, 3, 3, (), 1), torch.float16, device)
     config = EarlyConfig(16, 64, 128, 1, 16, 4)
-    y, _ = conv_early.conv_early(x, weight, torch.randn(3, device=device), width=16, config=config)
+    y, _ = conv_few(x, weight, torch.randn(3, device=device), width=16, config=config)
     assert y.shape[3] == 16 and torch.isfinite(y).all() and not y[..., 3:].any()
 
 
@@ -356,8 +356,9 @@ WHOLE = {  # of unet64 at batch 1
 @pytest.mark.parametrize("case", WHOLE.values(), ids=WHOLE)
 def test_early_convolutions_of_the_model_s_shapes(case, device):
     x, weight, extra, _ = conv_inputs((*case, 1), torch.bfloat16, device)
+    config = conv_early.whole_config(forward_spec(x, weight))
     for _ in range(3):
-        check_whole(x, weight, extra, stats=True)
+        check_whole(x, weight, extra, config, stats=True)
 
 
 ROWS = {  # likewise, and of two images
@@ -382,7 +383,7 @@ def test_convolutions_by_rows(case, device):
     if reason := one_row.refuse(spec, describe(device)):
         pytest.skip(reason)
     for _ in range(3):
-        check_whole(x, weight, extra, one_row.conv_one_row, stats=True)
+        check_whole(x, weight, extra, OneRow(), stats=True)
 
 
 @pytest.mark.gpu

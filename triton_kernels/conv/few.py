@@ -10,20 +10,16 @@ from ..registry.cost import HOPPER, Work
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
-from .fused import FORWARD, conv_forward
+from .fused import FORWARD, conv_forward, forward_operands
 from .fused_spec import forward_spec
 from .hopper import one_row, single_tile
 from .plain import small_batch
+from .plain.small_batch import EarlyConfig
 
 
 @configures("one_row")
 class OneRow(NamedTuple):
     """Tiles of a row of pixels."""
-
-
-@configures("early")
-class Early(NamedTuple):
-    """Tiles of `small_batch.whole_config`."""
 
 
 @configures("single_tile")
@@ -34,23 +30,6 @@ class SingleTile(NamedTuple):
 @configures("conv_forward")
 class Forward(NamedTuple):
     """Whatever `conv_forward` takes."""
-
-
-def _given(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: options[name] for name in names if options.get(name) is not None}
-
-
-def _one_row(_: OneRow, *tensors: Tensor, **options: Any):
-    terms = "emb", "residual", "extra", "extra_bias", "stats"
-    return one_row.conv_one_row(*tensors, **_given(options, *terms))
-
-
-def _early(_: Early, *tensors: Tensor, allow_tf32: bool, **options: Any):
-    return small_batch.conv_early(*tensors, **options)
-
-
-def _single_tile(_: SingleTile, *tensors: Tensor, **options: Any):
-    return single_tile.conv_single_tile(*tensors, **_given(options, "residual", "stats"))
 
 
 def _forward_work(spec: ConvSpec, gpu: Device, _: Forward) -> Work | None:
@@ -73,15 +52,16 @@ CONV_FEW = Op(
             "one_row",
             OneRow,
             one_row.refuse,
-            launch=_one_row,
+            launch=lambda _, operands: one_row.launch(operands),
             adds=FORWARD_TERMS,
             work=lambda spec, gpu, _: one_row.work(spec, 1),
         ),
         Kernel(
             "early",
-            Early,
+            EarlyConfig,
             small_batch.refuse,
-            launch=_early,
+            lambda spec, _: [small_batch.whole_config(spec)],
+            launch=small_batch.launch,
             adds=FORWARD_TERMS,
             work=lambda spec, gpu, _: small_batch.whole_work(spec),
             untimed=small_batch.untimed,
@@ -91,7 +71,7 @@ CONV_FEW = Op(
             "single_tile",
             SingleTile,
             single_tile.refuse,
-            launch=_single_tile,
+            launch=lambda _, operands: single_tile.launch(operands),
             untimed=single_tile.untimed,
             adds=("residual", "stats"),
             work=lambda spec, gpu, _: single_tile.work(spec),
@@ -100,7 +80,6 @@ CONV_FEW = Op(
             "conv_forward",
             Forward,
             cost=_forward_cost,
-            launch=lambda _, *tensors, **options: conv_forward(*tensors, **options),
             adds=FORWARD_TERMS,
             work=_forward_work,
             delegates=True,
@@ -115,20 +94,31 @@ def conv_few(
     weight: Tensor,
     bias: Tensor,
     *,
+    stats: bool = False,
     allow_tf32: bool = True,  # of float32
-    **options: Any,
+    config: tuple | None = None,  # of a kernel of `CONV_FEW`
+    **terms: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As `conv_forward`, whose arguments these are. No kernel may write weights and biases while
     earlier ones of the stream are under way: they are read ahead."""
-    spec = forward_spec(
-        x,
-        weight,
-        options.get("width"),
-        emb=options.get("emb") is not None,
-        residual=options.get("residual") is not None,
-        extra=[other for other, _ in options.get("extra") or ()],
-        stats=bool(options.get("stats")),
-        allow_tf32=allow_tf32,
-    )
-    choice = select(CONV_FEW, spec, describe(x.device))
-    return choice.kernel.launch(choice.config, x, weight, bias, allow_tf32=allow_tf32, **options)
+    _, h, w, _ = x.shape
+    if config is None:
+        added = {name: terms.get(name) is not None for name in ("emb", "residual")}
+        added["extra"] = [other for other, _ in terms.get("extra") or ()]
+        how = {"stats": stats, "allow_tf32": allow_tf32}
+        spec = forward_spec(x, weight, terms.get("width"), **added, **how)
+        config = select(CONV_FEW, spec, describe(x.device)).config
+    if isinstance(config, Forward):
+        return conv_forward(x, weight, bias, **terms, stats=stats, allow_tf32=allow_tf32)
+    tiles = h * w // _pixels(config, w) if stats else None
+    given = forward_operands(x, weight, bias, tiles, **terms, allow_tf32=allow_tf32)
+    if len(x):
+        CONV_FEW.kernel_of(config).launch(config, given)
+    return given.y, given.partials
+
+
+def _pixels(config: OneRow | EarlyConfig | SingleTile, width: int) -> int:
+    """Of a tile."""
+    if isinstance(config, EarlyConfig):
+        return config.block_m
+    return width if isinstance(config, OneRow) else single_tile.PIXELS

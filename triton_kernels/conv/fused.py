@@ -152,36 +152,57 @@ def conv_forward(
     any multiple of 16 bytes apart: columns of the filter of a concatenation. With `tf32` y of
     float32 is rounded to TF32: products in that read it.
     """
-    extra = extra or ()
-    n, h, w, ci = x.shape
-    co, _, r, s = weight.shape
-    _check(weight, x, residual, *(x for x, _ in extra))
-    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
-    assert len(extra) <= 2
-    assert all(w1x1.shape == (co, other.shape[3]) for other, w1x1 in extra)
-    width = co if width is None else width
-    assert width == co or (co < width <= -(-co // 16) * 16 and not stats)
-    y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
+    terms = {"emb": emb, "residual": residual, "extra": extra or (), "extra_bias": extra_bias}
+    terms |= {"width": width, "allow_tf32": allow_tf32, "tf32": tf32}
+    n, h, w, _ = x.shape
     if config is None:
-        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        terms |= {"width": width, "allow_tf32": allow_tf32, "tf32": tf32}
         added = {"emb": emb is not None, "residual": residual is not None, "stats": stats}
-        added["allow_tf32"] = allow_tf32
-        spec = forward_spec(x, weight, width, extra=[other for other, _ in extra], **added)
+        added |= {"extra": [other for other, _ in extra or ()], "allow_tf32": allow_tf32}
+        spec = forward_spec(x, weight, width, **added)
 
         def run(c: tuple) -> Tensor:
             return conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0]
 
         config = select(FORWARD, spec, describe(x.device), run).config
-    partials = None
+    tiles = None
     if stats:
-        partials = _partials(summed_box(config, box_of(config, n, h, w, even=True)), y)
+        tiles = boxes_of_image(summed_box(config, box_of(config, n, h, w, even=True)), h, w)
+    given = forward_operands(x, weight, bias, tiles, **terms)
     if n:
-        beside = () if residual is None else (residual,)
-        given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)
-        given = given._replace(precision=precision_of(x.dtype, allow_tf32), tf32=tf32)
         FORWARD.kernel_of(config).launch(config, given)
-    return y, partials
+    return given.y, given.partials
+
+
+def forward_operands(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    tiles: int | None,  # of an image, of which partials are wanted
+    *,
+    emb: Tensor | None = None,
+    residual: Tensor | None = None,
+    extra: Sequence[tuple[Tensor, Tensor]] | None = None,
+    extra_bias: Tensor | None = None,
+    width: int | None = None,
+    allow_tf32: bool = True,
+    tf32: bool = False,
+) -> Operands:
+    """Those of `conv_forward`, checked, and its results, to be written."""
+    extra = extra or ()
+    n, h, w, _ = x.shape
+    co, _, _, _ = weight.shape
+    _check(weight, x, residual, *(other for other, _ in extra))
+    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
+    assert len(extra) <= 2
+    assert all(w1x1.shape == (co, other.shape[3]) for other, w1x1 in extra)
+    width = co if width is None else width
+    assert width == co or (co < width <= -(-co // 16) * 16 and tiles is None)
+    y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
+    assert residual is None or residual.shape == y.shape
+    partials = None if tiles is None else _partials(tiles, y)
+    beside = () if residual is None else (residual,)
+    given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)
+    return given._replace(precision=precision_of(x.dtype, allow_tf32), tf32=tf32)
 
 
 # --- input gradient -------------------------------------------------------------------------------
@@ -222,7 +243,7 @@ def conv_input_grad(
 
         config = select(INPUT_GRAD, spec, describe(dy.device), run).config
     piece = piece_of(config, box_of(config, n, h, w, even=True))
-    partials = _partials(piece, dz)
+    partials = _partials(boxes_of_image(piece, h, w), dz)
     if n:
         given = Operands(dy, weight, dz, table, partials, inputs, activation=activation, mask=mask)
         given = given._replace(precision=precision_of(dy.dtype, allow_tf32))
@@ -247,10 +268,8 @@ def conv_plain_input_grad(
     return dx
 
 
-def _partials(box: tuple[int, int, int], y: Tensor) -> Tensor:
-    n, h, w, c = y.shape
-    k = boxes_of_image(box, h, w)
-    return _empty((n, k, 2, c), dtype=torch.float32, device=y.device)
+def _partials(tiles: int, y: Tensor) -> Tensor:
+    return _empty((len(y), tiles, 2, y.shape[3]), dtype=torch.float32, device=y.device)
 
 
 def _check(weight: Tensor, *tensors: Tensor | None) -> None:

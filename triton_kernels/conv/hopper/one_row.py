@@ -9,7 +9,6 @@ it multiplies. Since no sum is in parts, nobody has to add them. How, stands in 
 from collections.abc import Sequence
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes
@@ -25,8 +24,6 @@ if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .one_row_kernels import conv_one_row_kernel
-
-_empty = torch.empty  # tests put a function here that returns NaNs
 
 _WIDTHS = (16, 32, 64)  # pixels of a row
 _FILTERS = 3 * 64 * 128  # bytes of a unit
@@ -80,36 +77,14 @@ def work(spec: ConvSpec, parts: int) -> Work:
     )
 
 
-def conv_one_row(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x
-    bias: Tensor,  # float32 [CO]
-    *,
-    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
-    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
-    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
-    extra_bias: Tensor | None = None,  # float32 [CO]
-    stats: bool = False,  # whether to return partials
-) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, H, 2, CO]
-    """As `conv_forward`. No kernel may write filters and biases while earlier ones of the stream
-    are under way: they are read ahead."""
-    n, h, w, _ = x.shape
-    co = weight.shape[0]
-    assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
-    assert weight.permute(0, 2, 3, 1).is_contiguous()
-    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
-    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
-    partials = None
-    if stats:
-        partials = _empty((n, h, 2, co), dtype=torch.float32, device=x.device)
-    beside = () if residual is None else (residual,)
-    assert all(t.is_contiguous() and t.shape == y.shape for t in beside)
-    given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)
+def launch(operands: Operands) -> None:
+    """The whole convolution. No kernel may write filters and biases while earlier ones of the
+    stream are under way: they are read ahead."""
+    w = operands.x.shape[2]
     read, written = (partial(_in_rows, pixels=pixels) for pixels in (2 * w, w))
-    x_desc, filters, residual_desc, _, *rest = given.tensors(read, written)
-    terms = (x_desc, filters, residual_desc, *rest, None, given.numbers[1])
-    _launch(x, weight, terms, given.extra_channels, 1)
-    return y, partials
+    x_desc, filters, residual_desc, _, *rest = operands.tensors(read, written)
+    terms = (x_desc, filters, residual_desc, *rest, None, operands.numbers[1])
+    _launch(operands.x, operands.weight, terms, operands.extra_channels, 1)
 
 
 def launch_parts(x: Tensor, weight: Tensor, out: Tensor) -> None:

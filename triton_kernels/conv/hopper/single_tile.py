@@ -10,7 +10,6 @@ behind the wait come all of its pixels and the residual, in one trip to memory. 
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing
@@ -18,12 +17,10 @@ from ...registry.cost import Work
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
-from ...runtime.layout import is_aligned
+from .operands import Operands
 
 if SUPPORTED:
     from .single_tile_kernels import conv_single_tile_kernel
-
-_empty = torch.empty  # tests put a function here that returns NaNs
 
 _MAX_CHANNELS = 512  # of x: 128 KiB of shared memory for a tile of 64 pixels
 PIXELS = 64  # of a tile
@@ -31,7 +28,7 @@ _TILES = 2  # for each multiprocessor
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why `conv_single_tile` cannot do it: it has whole tiles of one image each."""
+    """Why it cannot do it: it has whole tiles of one image each."""
     if reason := missing(gpu, spec.itemsize):
         return reason
     if spec.taps > 1 or spec.k > _MAX_CHANNELS:
@@ -61,35 +58,19 @@ def work(spec: ConvSpec) -> Work:
     )
 
 
-def conv_single_tile(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, 1, 1] in channels_last memory, dtype of x
-    bias: Tensor,  # float32 [CO]
-    *,
-    residual: Tensor | None = None,  # [N, H, W, CO]
-    stats: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """As `conv.fused.conv_forward`."""
+def launch(operands: Operands) -> None:
+    """The convolution, with a residual if there is one, and its partials."""
+    x, weight = operands.x, operands.weight
     n, h, w, ci = x.shape
-    co = weight.shape[0]
-    m = n * h * w
-    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
-    partials = None
-    if stats:
-        shape = (n, h * w // PIXELS, 2, co)
-        partials = _empty(shape, dtype=torch.float32, device=x.device)
-    if n == 0:
-        return y, partials
-    assert weight.permute(0, 2, 3, 1).is_contiguous() and is_aligned(weight)
+    co, m = weight.shape[0], n * h * w
 
     def in_tiles(t: Tensor) -> object:
         c = t.shape[3]
-        assert t.is_contiguous()
         return in_boxes(t, [m, c], [c, 1], [PIXELS, 64])
 
     conv_single_tile_kernel[(m // PIXELS * (co // 64),)](
         in_tiles(x), in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
-        None if residual is None else in_tiles(residual), in_tiles(y), bias, partials, co,
+        in_tiles(operands.beside[0]) if operands.beside else None, in_tiles(operands.y),
+        operands.vectors, operands.partials, co,
         PIXELS=PIXELS, K_BLOCKS=ci // 64, num_warps=4, **overlapping(x.device, m),
     )  # fmt: skip
-    return y, partials

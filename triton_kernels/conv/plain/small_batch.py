@@ -1,6 +1,6 @@
 """Convolutions of few images that ask for their filters before the launch in front has ended.
 
-    y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of others       `conv_early`
+    y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of others       `launch`
     parts[s, n, co, p], whose sum over s is conv(x) + those 1x1 convolutions           `split_early`
 
 At batch 1 a convolution is a chain of dependent steps, and a loop that fetches one 64x64 tile of
@@ -26,11 +26,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.cost import Work
+from ...registry.kernel import configures
 from ...registry.spec import FEW_IMAGES, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.layout import row_stride
 from ..fused_spec import forward_spec
+from ..hopper.operands import Operands
 from .parts import MOST_PARTS
 from .small_batch_kernels import conv_early_kernel
 
@@ -42,6 +44,7 @@ _LARGE = 4096  # pixels of images whose programs take 64 of them, for fewer part
 _LONG = 1024  # unless their sums are of more terms than this
 
 
+@configures("early")
 class EarlyConfig(NamedTuple):
     """What a program does: so many rounds of `block_k` terms of the sum, and one of `tail`."""
 
@@ -72,37 +75,12 @@ def split_early(
     return parts
 
 
-def conv_early(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
-    bias: Tensor,  # float32 [CO]
-    *,
-    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
-    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
-    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
-    extra_bias: Tensor | None = None,  # float32 [CO]
-    stats: bool = False,  # whether to return partials
-    width: int | None = None,  # channels of y; None: CO
-    config: EarlyConfig | None = None,
-) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
-    """`conv_forward`, of tiles that divide the images. Filters and biases are read ahead, as in
-    `split_early`."""
-    n, h, w, _ = x.shape
-    co = weight.shape[0]
-    config = config or whole_config(forward_spec(x, weight))
-    y = _empty((n, h, w, width or co), dtype=x.dtype, device=x.device)
-    partials = None
-    if stats:
-        tiles = h * w // config.block_m
-        assert tiles * config.block_m == h * w and y.shape[3] == co
-        partials = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
-    if residual is not None:
-        assert residual.is_contiguous() and residual.shape == y.shape
-    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
-    if n > 0:
-        terms = (bias, extra_bias, emb, residual, partials)
-        _launch(x, weight, extra, config, y, 1, *terms)
-    return y, partials
+def launch(config: EarlyConfig, operands: Operands) -> None:
+    """The whole convolution, of tiles that divide the images. Filters and biases are read ahead, as
+    in `split_early`."""
+    residual = operands.beside[0] if operands.beside else None
+    terms = operands.vectors, operands.extra_bias, operands.emb, residual, operands.partials
+    _launch(operands.x, operands.weight, operands.extra, config, operands.y, 1, *terms)
 
 
 def _launch(
@@ -205,7 +183,7 @@ def split_work(spec: ConvSpec, gpu: Device) -> Work:
 
 
 def whole_work(spec: ConvSpec) -> Work:
-    """What those of `conv_early` do."""
+    """What those of whole sums do."""
     config = whole_config(spec)
     terms = config.rounds * config.block_k + config.tail + sum(spec.extra)
     return _work(spec, config, terms, config.rounds + bool(config.tail) + spec.extras, 1)
@@ -240,7 +218,7 @@ def untimed_split(spec: ConvSpec, gpu: Device) -> str | None:
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why `conv_early` cannot do it: its tiles have to divide the images."""
+    """Why whole sums cannot be: tiles have to divide the images."""
     if spec.itemsize != 2 or spec.k % 16 or not gpu.tma:
         return "it does numbers of 16 bits, of channels by 16, with TMA"
     if odd := [c for c in spec.extra if c % 8]:
