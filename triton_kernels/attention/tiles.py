@@ -39,11 +39,7 @@ FWD_CONFIGS = (
     Tile(64, 128, 4, 2),
     Tile(64, 256, 4, 2),  # T = 256 and d = 32: all keys in one tile
     Tile(128, 64, 4, 3),
-    Tile(128, 64, 8, 3),
     Tile(128, 128, 8, 2),
-    Tile(128, 128, 8, 3),
-    Tile(64, 64, 4, 3),
-    Tile(64, 256, 8, 2),
     Tile(32, 32, 4, 2),
     Tile(32, 32, 8, 2),
 )
@@ -55,13 +51,7 @@ BWD_CONFIGS = (
     BwdConfig(False, 32, 32, 4, 2),
     BwdConfig(False, 32, 32, 8, 2),
     BwdConfig(True, 64, 64, 4, 1),
-    BwdConfig(True, 128, 64, 8, 2),
-    BwdConfig(True, 256, 32, 8, 2),
-    BwdConfig(True, 256, 64, 8, 1),
-    BwdConfig(True, 256, 32, 8, 1),
-    BwdConfig(True, 64, 64, 8, 1),
     BwdConfig(True, 64, 32, 4, 1),
-    BwdConfig(True, 64, 32, 4, 2),
 )
 # What is taken of 129 to 256 channels in 16 bits on Hopper, whose products are of 64 rows: those of
 # the 32 rows that fit every chip are not

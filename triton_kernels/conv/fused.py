@@ -51,12 +51,10 @@ _FWD_CONFIGS = [
     Config(64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
     Config(128, 128, 32, 4, 4),
     Config(64, 64, 32, 4, 3, 4),  # few output channels in large images
-    Config(64, 64, 64, 4, 2, 4),
     Config(64, 128, 32, 4, 2, 2),
     Config(64, 128, 64, 4, 4),
     Config(64, 256, 64, 8, 3),
     Config(128, 128, 64, 8, 3),
-    Config(128, 256, 64, 8, 4),
     Config(64, 128, 64, 4, 6),  # few tiles, which wait for their loads
 ]
 _DGRAD_CONFIGS = [
@@ -68,13 +66,10 @@ _DGRAD_CONFIGS = [
     Config(128, 256, 64, 8, 3),
     Config(64, 64, 32, 4, 4),
     Config(64, 128, 32, 4, 4),
-    Config(64, 64, 32, 4, 3, 4),  # few output channels in large images
-    Config(64, 64, 64, 4, 2, 4),
-    Config(64, 128, 32, 4, 2, 2),
+    Config(64, 128, 32, 4, 2, 2),  # few output channels in large images
     Config(64, 128, 64, 4, 4),
     Config(64, 128, 64, 8, 3),
     Config(64, 256, 64, 8, 3),
-    Config(128, 128, 64, 8, 4),
 ]
 # Of float32 that is not rounded to TF32, as those of `conv.plain.tf32x3`: of numbers that have been
 # split, and of 1x1 filters, where they are in registers

@@ -36,9 +36,6 @@ _LOSS_CONFIGS = [
     _LossConfig(512, 1, 4),
     _LossConfig(256, 1, 4),
     _LossConfig(256, 1, 8),
-    _LossConfig(128, 1, 4),
-    _LossConfig(512, 3, 16),
-    _LossConfig(1024, 3, 16),  # all of an image of 64x64
 ]
 
 

@@ -47,7 +47,6 @@ TILES = [
     PointerTile(128, 128, 32, 4, 4),
     PointerTile(128, 128, 64, 4, 3),
     PointerTile(128, 128, 32, 8, 4),
-    PointerTile(128, 128, 64, 8, 3),
     PointerTile(64, 64, 32, 4, 3, 4),  # 3x3 filters
     PointerTile(64, 64, 16, 4, 3, 4),  # with half of the shared memory
     PointerTile(64, 128, 32, 4, 3, 2),

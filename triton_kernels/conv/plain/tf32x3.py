@@ -48,9 +48,7 @@ FWD_CONFIGS = [
     Config(64, 64, 32, 4, 3),
     Config(64, 64, 32, 4, 2),  # from here on only where they were measured to be faster
     Config(64, 128, 32, 4, 4),
-    Config(128, 128, 32, 8, 3),
     _INSIDE,
-    Config(16, 32, 32, 4, 8, True),
 ]
 LINEAR_CONFIGS = [LinearConfig(16, 16, 4)]
 _MANY_PIXELS = 1024  # of a 1x1 convolution, whose copies would take longer than its products

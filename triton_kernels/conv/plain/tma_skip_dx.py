@@ -26,9 +26,6 @@ from .tma_boxes import count_boxes, in_boxes, is_ragged, tile_sizes, unfetchable
 CONFIGS = [
     Config(64, 64, 64, 4, 2),
     Config(64, 128, 64, 4, 2),
-    Config(64, 128, 64, 8, 2),
-    Config(64, 256, 64, 8, 2),
-    Config(128, 128, 64, 8, 2),
     Config(64, 64, 64, 8, 2),
     Config(64, 128, 64, 4, 1),
     Config(64, 64, 32, 4, 2),  # few channels of y, and TF32: a row of a box is at most 128 bytes

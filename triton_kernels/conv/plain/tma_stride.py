@@ -34,10 +34,8 @@ FWD_CONFIGS = [
     Config(64, 64, 64, 4, 4),
     Config(64, 64, 32, 4, 4),  # TF32: a row of a box is at most 128 bytes; few input channels
     Config(32, 64, 32, 4, 4),  # few channels: a tile must not reach into the other parity
-    Config(64, 256, 64, 4, 4),
     Config(128, 128, 64, 4, 3),
     Config(64, 128, 64, 4, 4),
-    Config(64, 128, 32, 4, 4),
 ]
 WGRAD_CONFIGS = [
     WgradConfig(64, 64, 64, 4, 4),
