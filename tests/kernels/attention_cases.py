@@ -190,6 +190,35 @@ def check(qkv, do, heads, **options):
     return actual
 
 
+def exact_lse(qkv, heads, order):
+    """float64 [N, heads, T], in base 2."""
+    q, k, _ = heads_of(qkv.double(), heads, order)
+    return (q @ k.mT).div(math.sqrt(q.shape[3])).logsumexp(-1) / math.log(2)
+
+
+def check_output(config, qkv, do, heads, order="qkv_heads", rest=1e-4):
+    """Output and logarithms of a configuration, several times on a GPU; all of them."""
+    (exact, _), (budget, _) = expected_and_budgets(qkv, do, heads, order=order)
+    expected = exact_lse(qkv, heads, order)
+    runs = range(RUNS_ON_GPU if qkv.is_cuda else 1)
+    made = [attention_fwd(qkv, heads, order, False, config) for _ in runs]
+    for o, lse in made:
+        assert_close("o", o, exact, budget)
+        torch.testing.assert_close(lse.double(), expected, rtol=0, atol=rest)
+    return made
+
+
+def check_gradient(config, qkv, do, heads, order="qkv_heads", forward=None):
+    """The gradient of a configuration, several times on a GPU, and rows that add up to it;
+    `forward` is the configuration that makes what it reads."""
+    (_, exact), (_, budget) = expected_and_budgets(qkv, do, heads, order=order)
+    arguments = heads, order, False
+    made = attention_fwd(qkv, *arguments, forward)
+    for _ in range(RUNS_ON_GPU if qkv.is_cuda else 1):
+        assert_close("dqkv", attention_bwd(do, qkv, *made, *arguments, config), exact, budget)
+    check_rows(do, qkv, arguments, config)
+
+
 def check_rows(do, qkv, arguments, config):
     """The rows are sums of what was written, before it was rounded."""
     place = lambda *shape: torch.full(shape, torch.nan, device=qkv.device)  # noqa: E731

@@ -1,7 +1,5 @@
 """Attention against its reference in float64: output and gradient, under a random do."""
 
-import math
-
 import pytest
 import torch
 
@@ -30,6 +28,8 @@ from .attention_cases import (
     RUNS_ON_GPU,
     assert_close,
     check,
+    check_gradient,
+    check_output,
     check_rows,
     expected_and_budgets,
     make,
@@ -73,13 +73,7 @@ CONFIG_SHAPES = {"ragged": (1, 70, 1, 24), "whole": (1, 64, 1, 32)}
 @pytest.mark.parametrize("config", distinct(FWD_CONFIGS), ids=str)
 @pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
 def test_fwd_config(config, shape, device):
-    qkv, do = make(*shape, torch.float16, device)
-    (exact, _), (budget, _) = expected_and_budgets(qkv, do, shape[2])
-    o, lse = attention_fwd(qkv, shape[2], "qkv_heads", False, config)
-    assert_close("o", o, exact, budget)
-    q, k, _ = qkv.double().view(*shape[:2], 3, *shape[2:]).permute(2, 0, 3, 1, 4)
-    scores = q @ k.transpose(-1, -2) / math.sqrt(shape[3])
-    torch.testing.assert_close(lse.double(), scores.logsumexp(-1) / math.log(2), rtol=0, atol=1e-5)
+    check_output(config, *make(*shape, torch.float16, device), shape[2], rest=1e-5)
 
 
 @pytest.mark.parametrize("config", distinct((*BWD_CONFIGS, BWD_WIDE)), ids=str)
@@ -87,12 +81,7 @@ def test_fwd_config(config, shape, device):
 def test_bwd_config(config, shape, device):
     if config.one_pass and config.keep < shape[1]:
         pytest.skip("one pass needs all queries in a tile")
-    qkv, do = make(*shape, torch.float16, device)
-    (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2])
-    arguments = shape[2], "qkv_heads", False
-    dqkv = attention_bwd(do, qkv, *attention_fwd(qkv, *arguments), *arguments, config)
-    assert_close("dqkv", dqkv, exact, budget)
-    check_rows(do, qkv, arguments, config)
+    check_gradient(config, *make(*shape, torch.float16, device), shape[2])
 
 
 @pytest.mark.parametrize("config", [BWD_CONFIGS[0], BWD_CONFIGS[6]], ids=str)
@@ -245,11 +234,7 @@ GPU_CONFIG_SHAPES = {
 @pytest.mark.parametrize("config", FWD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", GPU_CONFIG_SHAPES.values(), ids=GPU_CONFIG_SHAPES)
 def test_gpu_fwd_config(config, shape, device):
-    qkv, do = make(*shape, torch.bfloat16, device)
-    (exact, _), (budget, _) = expected_and_budgets(qkv, do, shape[2])
-    for _ in range(RUNS_ON_GPU):
-        o, _ = attention_fwd(qkv, shape[2], "qkv_heads", False, config)
-        assert_close("o", o, exact, budget)
+    check_output(config, *make(*shape, torch.bfloat16, device), shape[2])
 
 
 @pytest.mark.gpu
@@ -258,14 +243,7 @@ def test_gpu_fwd_config(config, shape, device):
 def test_gpu_bwd_config(config, shape, device):
     if config.one_pass and config.keep < shape[1]:
         pytest.skip("one pass needs all queries in a tile")
-    qkv, do = make(*shape, torch.bfloat16, device)
-    (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2])
-    arguments = shape[2], "qkv_heads", False
-    o, lse = attention_fwd(qkv, *arguments)
-    for _ in range(RUNS_ON_GPU):
-        dqkv = attention_bwd(do, qkv, o, lse, *arguments, config)
-        assert_close("dqkv", dqkv, exact, budget)
-    check_rows(do, qkv, arguments, config)
+    check_gradient(config, *make(*shape, torch.bfloat16, device), shape[2])
 
 
 @pytest.mark.gpu
@@ -311,12 +289,7 @@ def skip_unless_head_fits(qkv, d, backward):
 def test_gpu_fwd_head_config(config, shape, order, dtype, device):
     qkv, do = make(*shape, dtype, device)
     skip_unless_head_fits(qkv, shape[3], backward=False)
-    (exact, _), (budget, _) = expected_and_budgets(qkv, do, shape[2], order=order)
-    _, expected_lse = attention_fwd(qkv, shape[2], order, False, FWD_CONFIGS[0])
-    for _ in range(RUNS_ON_GPU):
-        o, lse = attention_fwd(qkv, shape[2], order, False, config)
-        assert_close("o", o, exact, budget)
-        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
+    check_output(config, qkv, do, shape[2], order)
 
 
 @pytest.mark.gpu
@@ -326,13 +299,7 @@ def test_gpu_fwd_head_config(config, shape, order, dtype, device):
 def test_gpu_bwd_head_config(config, shape, order, dtype, device):
     qkv, do = make(*shape, dtype, device)
     skip_unless_head_fits(qkv, shape[3], backward=True)
-    (_, exact), (_, budget) = expected_and_budgets(qkv, do, shape[2], order=order)
-    arguments = shape[2], order, False
-    o, lse = attention_fwd(qkv, *arguments, FWD_CONFIGS[0])
-    for _ in range(RUNS_ON_GPU):
-        dqkv = attention_bwd(do, qkv, o, lse, *arguments, config)
-        assert_close("dqkv", dqkv, exact, budget)
-    check_rows(do, qkv, arguments, config)
+    check_gradient(config, qkv, do, shape[2], order, FWD_CONFIGS[0])
 
 
 @pytest.mark.gpu

@@ -1,8 +1,6 @@
 """Attention past whose queries keys stream (`attention/streamed.py`), which Hopper alone runs: what
 is taken, and on a GPU its result and logarithms against the reference in float64."""
 
-import math
-
 import pytest
 import torch
 
@@ -34,8 +32,8 @@ from .attention_cases import (
     RUNS_ON_GPU,
     Launched,
     assert_close,
+    check_output,
     expected_and_budgets,
-    heads_of,
     make,
     make_extreme,
     poison_attention,  # noqa: F401
@@ -131,23 +129,12 @@ def skip_unless_possible(config, qkv, d):
         pytest.skip(reason)
 
 
-def exact_lse(qkv, heads, order):
-    """float64 [N, heads, T], in base 2."""
-    q, k, _ = heads_of(qkv.double(), heads, order)
-    return (q @ k.mT).div(math.sqrt(q.shape[3])).logsumexp(-1) / math.log(2)
-
-
 def check_config(config, shape, dtype, order, device):
     """Output and logarithms of several runs, whose bits are the same."""
     qkv, do = make(*shape, dtype, device)
     skip_unless_possible(config, qkv, shape[3])
-    (exact, _), (budget, _) = expected_and_budgets(qkv, do, shape[2], order=order)
-    first = attention_fwd(qkv, shape[2], order, False, config)
-    assert_close("o", first[0], exact, budget)
-    expected = exact_lse(qkv, shape[2], order)
-    torch.testing.assert_close(first[1].double(), expected, rtol=0, atol=1e-4)
-    for _ in range(RUNS_ON_GPU - 1):
-        again = attention_fwd(qkv, shape[2], order, False, config)
+    first, *others = check_output(config, qkv, do, shape[2], order)
+    for again in others:
         assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
