@@ -26,7 +26,7 @@ _NONE = (math.inf, None)
 _ALIKE = {"fp16": "bf16"}  # as fast
 
 _decided: dict[tuple[Op, Spec, Device], tuple[Table, Choice]] = {}
-_looked_at: dict[Op, Table] = {}  # whose rows have been checked, of this table
+_looked_at: dict[tuple[Op, Device], Table] = {}  # whose rows have been checked
 _notes: list["Decision"] | None = None
 
 
@@ -151,7 +151,7 @@ def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
     the most similar first."""
     n, of = spec.n, dict(op.shape(spec))
     shape = rows.shape_of(of)
-    measured = _checked(op, of, rows.table(gpu))
+    measured = _checked(op, of, gpu)
     if by_batch := measured.get(shape):
         nearest = min(by_batch, key=lambda m: (abs(math.log2(max(m, 1) / max(n, 1))), m))
         yield by_batch[nearest], "measured" if nearest == n else f"like n={nearest}"
@@ -174,10 +174,11 @@ def _rows(op: Op, spec: Spec, gpu: Device) -> Iterator[tuple[Found, str]]:
             yield row, " ".join(["like", f"n={known}", *differing])
 
 
-def _checked(op: Op, fields: Iterable[str], table: Table) -> dict[Shape, dict[int, Found]]:
+def _checked(op: Op, fields: Iterable[str], gpu: Device) -> dict[Shape, dict[int, Found]]:
     """The op's rows, without those that name what it does not have: these are in the log."""
-    if _looked_at.get(op) is not table:
-        _looked_at[op] = table
+    table = rows.table(gpu)
+    if _looked_at.get((op, gpu)) is not table:
+        _looked_at[op, gpu] = table
         for other, by_batch in table.get(op.name, {}).items():
             for n, row in list(by_batch.items()):
                 wrong = op.wrong_names(fields, dict(other), row["kernel"], row["config"])
