@@ -16,11 +16,7 @@ from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.spec import ConvSpec
-from triton_kernels.runtime.dependent_launch import (
-    await_inputs,
-    dependent_launches,
-    overlapping,
-)
+from triton_kernels.runtime.dependent_launch import await_inputs, dependent_launches, overlapping
 
 OPS = CONV_SPLIT, CONV_FEW
 _BYTES = 160e6  # of filters, of which an L2 cache has a third

@@ -23,13 +23,7 @@ from benchmarks import sweep_norms
 from benchmarks.sweep_configs import OPS
 from triton_kernels.registry import cost
 from triton_kernels.registry.chips import CHIPS
-from triton_kernels.registry.spec import (
-    AttentionSpec,
-    ConvSpec,
-    NormSpec,
-    Spec,
-    WeightGradsSpec,
-)
+from triton_kernels.registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec, WeightGradsSpec
 from triton_kernels.runtime.device import Device
 
 _FEWEST = 6  # times, of several layers, that a kernel's parameters are fitted to

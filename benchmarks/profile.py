@@ -37,8 +37,7 @@ from torch.profiler import ProfilerActivity
 
 from benchmarks import harness, stopwatch
 from benchmarks.harness import check_choice, rates_of
-from benchmarks.sampling import PROVIDERS as SAMPLING_PROVIDERS
-from benchmarks.sampling import evaluation_step
+from benchmarks.sampling import PROVIDERS as SAMPLING_PROVIDERS, evaluation_step
 from benchmarks.steps import PROVIDERS, Step, build_step
 from benchmarks.work import Work, by_family, noted_work
 

@@ -60,13 +60,7 @@ from triton_kernels.conv.wgrad_group import WEIGHT_GRADS, conv_weight_grads
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.search import agree, time_call
-from triton_kernels.registry.spec import (
-    AttentionSpec,
-    ConvSpec,
-    NormSpec,
-    Spec,
-    WeightGradsSpec,
-)
+from triton_kernels.registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec, WeightGradsSpec
 from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import Device, describe
 

@@ -33,14 +33,7 @@ from benchmarks import harness, precompile, stopwatch
 from benchmarks.cases import meta_model
 from benchmarks.compilers import Compilers, command, serve
 from benchmarks.harness import OURS, Provenance, Row, WrongResult, check_choice, rates_of
-from benchmarks.steps import (
-    PROVIDERS,
-    Step,
-    build_step,
-    check_ours,
-    rehearse_check,
-    rehearse_step,
-)
+from benchmarks.steps import PROVIDERS, Step, build_step, check_ours, rehearse_check, rehearse_step
 from diffusion.runtime.backend import require_determinism
 
 DEFAULTS = {

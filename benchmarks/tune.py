@@ -29,8 +29,7 @@ from benchmarks import harness, stopwatch
 from benchmarks.cases import OPS
 from benchmarks.compilers import run_shares
 from benchmarks.harness import check_choice
-from benchmarks.run import DEFAULTS as RUN_DEFAULTS
-from benchmarks.run import select
+from benchmarks.run import DEFAULTS as RUN_DEFAULTS, select
 from benchmarks.steps import build_step
 from diffusion.errors import writing
 from triton_kernels.registry import rows

@@ -16,9 +16,7 @@ from pathlib import Path
 
 from diffusion.errors import ConfigError
 from diffusion.formats.checkpoint import verify_checkpoint
-from diffusion.formats.checkpoint_folder import (
-    latest_checkpoint,
-)
+from diffusion.formats.checkpoint_folder import latest_checkpoint
 from diffusion.formats.digests import read_sums
 from diffusion.runs.training import train
 from diffusion.tracking.run_log import FIELDS, WALL_CLOCK

@@ -26,11 +26,7 @@ import torch
 from diffusion.data.packed import load_packed, packed_writer
 from diffusion.errors import ConfigError
 from diffusion.formats.checkpoint import verify_checkpoint
-from diffusion.formats.checkpoint_folder import (
-    latest_checkpoint,
-    list_checkpoints,
-    step_in_name,
-)
+from diffusion.formats.checkpoint_folder import latest_checkpoint, list_checkpoints, step_in_name
 
 from .end_to_end.processes import finish, ranks
 from .fault_runs import LONG, STEPS, Faults, Row, end, together, wait_for

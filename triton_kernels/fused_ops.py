@@ -25,10 +25,12 @@ be (`Op.why_apart`).
 import torch
 from torch import Tensor
 
-from .attention import attention_bwd_rows
-from .attention import attention_fwd as attention_forward
-from .attention import cross_attention_bwd as cross_attention_backward
-from .attention import cross_attention_fwd as cross_attention_forward
+from .attention import (
+    attention_bwd_rows,
+    attention_fwd as attention_forward,
+    cross_attention_bwd as cross_attention_backward,
+    cross_attention_fwd as cross_attention_forward,
+)
 from .attention.linear import linear_attention_backward, linear_attention_forward
 from .attention.projected import PROJECTED, projected_attention
 from .conv.conv2d import conv2d_input_grad

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
-from .context import EXPECTED as SEQUENCES
-from .context import LENGTHS, Context, checked_context
+from .context import EXPECTED as SEQUENCES, LENGTHS, Context, checked_context
 from .given import GivenChannels, side_by_side
 from .image_set import ImageSet, check_memory, nearest, parse_size
 from .stored_images import StoredImages, measured

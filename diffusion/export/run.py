@@ -34,14 +34,7 @@ from ..formats.weights import load_weights, save_guided, save_unet_cu
 from ..policies.policy import load_policy
 from ..process.schedule import NoiseSchedule
 from ..settings import construct, shown
-from .graph import (
-    Graph,
-    export_onnx,
-    export_program,
-    image_graph,
-    policy_graph,
-    require_onnx,
-)
+from .graph import Graph, export_onnx, export_program, image_graph, policy_graph, require_onnx
 from .tensorrt_engine import build_engine, require_tensorrt
 
 # what guided-diffusion's UNetModel has one value for, by option of `UNet`

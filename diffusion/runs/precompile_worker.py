@@ -34,13 +34,7 @@ from ..data.context import Context
 from ..data.given import given_from_state
 from ..data.image_set import ImageSet
 from ..data.values import values_from_state
-from ..factory import (
-    POLICY_MODELS,
-    Process,
-    build_model,
-    build_policy_model,
-    in_unwritten_memory,
-)
+from ..factory import POLICY_MODELS, Process, build_model, build_policy_model, in_unwritten_memory
 from ..models.conditions import zeros_given
 from ..models.flat_parameters import FlatParameters
 from ..plan.embedding import TOGETHER

@@ -10,8 +10,7 @@ import torch
 import yaml
 
 from diffusion.errors import ConfigError
-from diffusion.formats import checkpoint as ckpt
-from diffusion.formats import checkpoint_folder
+from diffusion.formats import checkpoint as ckpt, checkpoint_folder
 from diffusion.formats.checkpoint_folder import list_checkpoints
 from diffusion.runs.sampling import sample
 from diffusion.runs.training import train

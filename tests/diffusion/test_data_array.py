@@ -20,8 +20,7 @@ from diffusion.runs.evaluation import EvaluateSettings, evaluate
 from diffusion.runs.prepare import prepare
 from diffusion.runs.sampling import sample
 
-from ..end_to_end.run import TINY as SETTINGS
-from ..end_to_end.run import run
+from ..end_to_end.run import TINY as SETTINGS, run
 
 CPU = torch.device("cpu")
 OFFSETS, SCALES = np.array([0.0, 101_325.0, -3e-6]), np.array([2.0, 5.0, 1e-6])

@@ -15,8 +15,7 @@ from diffusion.plan.inference import InferenceUNet
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32, Backend
 from diffusion.sampling.guidance import guide
-from triton_kernels import fused_ops as fused
-from triton_kernels import reference
+from triton_kernels import fused_ops as fused, reference
 from triton_kernels.reference import fused as fused_reference
 
 from .test_fused_unet import DOUBLE, MODELS, given, make

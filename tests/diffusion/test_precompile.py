@@ -13,8 +13,7 @@ import torch
 
 from diffusion.errors import ConfigError
 from diffusion.runs import precompile_worker as ahead_worker
-from diffusion.runtime import backend
-from diffusion.runtime import precompile as ahead
+from diffusion.runtime import backend, precompile as ahead
 from triton_kernels.runtime.device import Device
 
 from ..end_to_end.run import run

@@ -3,8 +3,7 @@
 import torch
 
 from triton_kernels import reference
-from triton_kernels.norm import passes as norm_passes
-from triton_kernels.norm import tables as norm_tables
+from triton_kernels.norm import passes as norm_passes, tables as norm_tables
 from triton_kernels.reductions import row_sums
 
 from .norm_cases import (

@@ -5,32 +5,14 @@ import torch
 
 from triton_kernels.attention import small_batch as qkv_attention
 from triton_kernels.conv import fused as conv_fused
-from triton_kernels.conv.plain import (
-    small_batch as conv_early,
-)
-from triton_kernels.conv.plain import (
-    split_k as conv_split,
-)
-from triton_kernels.conv.plain import (
-    split_k_sum,
-)
+from triton_kernels.conv.plain import small_batch as conv_early, split_k as conv_split, split_k_sum
 from triton_kernels.embedding import begin_step
 from triton_kernels.norm import (
     from_partials as norm_of_sums,
-)
-from triton_kernels.norm import (
     passes as norm_passes,
-)
-from triton_kernels.norm import (
     single_cta as norm_single_cta,
-)
-from triton_kernels.norm import (
     small_batch as norm_small_batch,
-)
-from triton_kernels.norm import (
     sums as norm_sums,
-)
-from triton_kernels.norm import (
     tables as norm_tables,
 )
 

@@ -4,12 +4,8 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.attention import attention, attention_fwd
-from triton_kernels.attention import hopper as head
-from triton_kernels.attention.configs import (
-    BWD_HEAD_CONFIGS,
-    FWD_HEAD_CONFIGS,
-)
+from triton_kernels.attention import attention, attention_fwd, hopper as head
+from triton_kernels.attention.configs import BWD_HEAD_CONFIGS, FWD_HEAD_CONFIGS
 from triton_kernels.attention.launch import attention_bwd
 from triton_kernels.attention.tiles import (
     BWD_CONFIGS,

@@ -13,13 +13,7 @@ from triton_kernels import canary
 from triton_kernels.conv.hopper import row_wgrad
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.runtime import device as device_module
-from triton_kernels.runtime.device import (
-    describe,
-    standing_for,
-    switch_off,
-    switched_off,
-    without,
-)
+from triton_kernels.runtime.device import describe, standing_for, switch_off, switched_off, without
 
 from .chips import HOPPER
 

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from triton_kernels import channel_norm, fused_ops, reference
 from triton_kernels.activations import ACTIVATIONS
-from triton_kernels.norm import channel_norm as launchers
-from triton_kernels.norm import multi_pass
+from triton_kernels.norm import channel_norm as launchers, multi_pass
 from triton_kernels.norm.channel_norm import CHANNEL_NORM, CHANNEL_NORM_GRAD
 from triton_kernels.reference import fused
 from triton_kernels.registry.chips import CHIPS

@@ -16,13 +16,7 @@ import triton
 
 from triton_kernels.norm.tables import _lanes_of
 
-from .compile_only import (
-    SHARED_LIMIT,
-    count_instructions,
-    load_cases,
-    read_resources,
-    torn_stores,
-)
+from .compile_only import SHARED_LIMIT, count_instructions, load_cases, read_resources, torn_stores
 from .expected import EXPECTED, expected
 
 CASES = load_cases()

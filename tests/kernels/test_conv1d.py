@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import conv1d, conv_transpose1d
 
-from triton_kernels.conv1d import conv1d as stream_conv1d
-from triton_kernels.conv1d import weights, whole
+from triton_kernels.conv1d import conv1d as stream_conv1d, weights, whole
 from triton_kernels.conv1d.operands import Activation, Film, Norm, Stem, Sums
 from triton_kernels.conv1d.stage_spec import StageSpec
 from triton_kernels.conv1d.weights import pack_conv

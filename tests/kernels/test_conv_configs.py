@@ -10,12 +10,16 @@ import torch
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.configs import WgradOperands
 from triton_kernels.conv.hopper import fp16_split_wgrad, mma_wgrad
-from triton_kernels.conv.plain import gather as conv_gather
-from triton_kernels.conv.plain import gather_wgrad, pointwise_wgrad, tma_boxes
-from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
-from triton_kernels.conv.plain import tma as conv_tma
-from triton_kernels.conv.plain import tma_stride as conv_stride
-from triton_kernels.conv.plain import tma_wgrad as conv_tma_wgrad
+from triton_kernels.conv.plain import (
+    gather as conv_gather,
+    gather_wgrad,
+    pointwise_wgrad,
+    tf32x3 as conv_tf32x3,
+    tma as conv_tma,
+    tma_boxes,
+    tma_stride as conv_stride,
+    tma_wgrad as conv_tma_wgrad,
+)
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.runtime.device import describe
 

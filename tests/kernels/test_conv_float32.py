@@ -6,10 +6,14 @@ import torch.nn.functional as F
 
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
-from triton_kernels.conv.plain import fp16_split, gather_wgrad, im2col_wgrad
-from triton_kernels.conv.plain import gather as conv_gather
-from triton_kernels.conv.plain import tf32x3 as conv_tf32x3
-from triton_kernels.conv.plain import tma as conv_tma
+from triton_kernels.conv.plain import (
+    fp16_split,
+    gather as conv_gather,
+    gather_wgrad,
+    im2col_wgrad,
+    tf32x3 as conv_tf32x3,
+    tma as conv_tma,
+)
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.runtime.device import describe
 

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.conv import conv_norm as fused_conv_norm
-from triton_kernels.conv import fused as conv_fused
+from triton_kernels.conv import conv_norm as fused_conv_norm, fused as conv_fused
 from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from triton_kernels.conv.few import SingleTile, conv_few
 from triton_kernels.conv.fused import conv_forward

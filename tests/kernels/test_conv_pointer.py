@@ -4,8 +4,7 @@
 import pytest
 import torch
 
-from triton_kernels.conv import fused as conv_fused
-from triton_kernels.conv import weight_grad
+from triton_kernels.conv import fused as conv_fused, weight_grad
 from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
 from triton_kernels.conv.plain import pointer, pointer_wgrad
 from triton_kernels.conv.plain.pointer_tiles import TILES

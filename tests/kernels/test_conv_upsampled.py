@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.conv import fused as conv_fused
-from triton_kernels.conv import upsampled as conv_upsampled
-from triton_kernels.conv import upsampled_filters
+from triton_kernels.conv import fused as conv_fused, upsampled as conv_upsampled, upsampled_filters
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import describe

@@ -6,17 +6,14 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.attention import cross_attention, cross_attention_bwd, cross_attention_fwd
-from triton_kernels.attention import hopper as head
-from triton_kernels.attention.configs import (
-    CROSS_ATTENTION,
+from triton_kernels.attention import (
+    cross_attention,
+    cross_attention_bwd,
+    cross_attention_fwd,
+    hopper as head,
 )
-from triton_kernels.attention.tiles import (
-    BWD_CONFIGS,
-    FWD_CONFIGS,
-    bwd_config,
-    fwd_config,
-)
+from triton_kernels.attention.configs import CROSS_ATTENTION
+from triton_kernels.attention.tiles import BWD_CONFIGS, FWD_CONFIGS, bwd_config, fwd_config
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.choose import explain
 from triton_kernels.registry.spec import AttentionSpec

@@ -12,8 +12,7 @@ from triton_kernels.conv.skip_dx import SKIP_DX
 from triton_kernels.conv.upsampled import UPSAMPLED
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.conv.wgrad_group import WEIGHT_GRADS
-from triton_kernels.registry import choose as registry
-from triton_kernels.registry import cost
+from triton_kernels.registry import choose as registry, cost
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.cost import Work
 from triton_kernels.registry.spec import ConvSpec

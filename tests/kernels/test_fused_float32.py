@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from triton_kernels import fused_ops
-from triton_kernels.conv import fused as conv_fused
-from triton_kernels.conv import weight_grad
+from triton_kernels.conv import fused as conv_fused, weight_grad
 from triton_kernels.fused_float32 import PRODUCTS, in_float32
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
@@ -33,8 +32,7 @@ from .conv_fused_cases import (
 from .masks import dropped
 from .poison import poison_outputs
 from .test_conv_fused import RACES, RAGGED_RACES
-from .test_skip_dx import SMALL as SKIPS
-from .test_skip_dx import _inputs as skip_inputs
+from .test_skip_dx import SMALL as SKIPS, _inputs as skip_inputs
 
 MOST = 1e-6  # of a norm, of short sums; a product in TF32 is 2e-4 off and more
 SHAPES = SMALL | {name: RAGGED[name] for name in ("7x7", "1x1", "single pixels")}

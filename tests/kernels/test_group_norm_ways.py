@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from triton_kernels.activations import ACTIVATIONS
-from triton_kernels.norm import cluster as group_norm_cluster
-from triton_kernels.norm import multi_pass
+from triton_kernels.norm import cluster as group_norm_cluster, multi_pass
 from triton_kernels.norm.cluster import CLUSTER
 from triton_kernels.norm.group_norm import GROUP_NORM, GROUP_NORM_GRAD, group_norm
 from triton_kernels.norm.multi_pass import spec_of

@@ -5,15 +5,7 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.noise.dropout import Mask
-from triton_kernels.norm import (
-    inline_statistics,
-)
-from triton_kernels.norm import (
-    passes as norm_passes,
-)
-from triton_kernels.norm import (
-    tables as norm_tables,
-)
+from triton_kernels.norm import inline_statistics, passes as norm_passes, tables as norm_tables
 from triton_kernels.norm.from_partials import SumsConfig
 from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
 from triton_kernels.reductions import row_sums

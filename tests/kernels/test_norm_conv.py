@@ -6,15 +6,8 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import norm_conv as norm_conv_module
 from triton_kernels.conv.fused_spec import forward_spec
-from triton_kernels.conv.norm_conv import (
-    NORM_CONV,
-    Concat,
-    NormConv,
-    norm_conv,
-    norm_conv_of_two,
-)
-from triton_kernels.norm import sums as norm_sums
-from triton_kernels.norm import tables as norm_tables
+from triton_kernels.conv.norm_conv import NORM_CONV, Concat, NormConv, norm_conv, norm_conv_of_two
+from triton_kernels.norm import sums as norm_sums, tables as norm_tables
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import chip
 from triton_kernels.registry.choose import select

@@ -7,10 +7,12 @@ import torch
 from triton_kernels import reference
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.noise.dropout import Mask
-from triton_kernels.norm import pass_grid
-from triton_kernels.norm import passes as norm_passes
-from triton_kernels.norm import sums as norm_sums
-from triton_kernels.norm import tables as norm_tables
+from triton_kernels.norm import (
+    pass_grid,
+    passes as norm_passes,
+    sums as norm_sums,
+    tables as norm_tables,
+)
 from triton_kernels.reductions import column_sum, row_sums
 from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import Device

@@ -13,8 +13,7 @@ from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma
 from triton_kernels.conv.plain.split_k import CONV_SPLIT
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
-from triton_kernels.registry import choose as registry
-from triton_kernels.registry import rows, search
+from triton_kernels.registry import choose as registry, rows, search
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.kernel import Kernel, Op
 from triton_kernels.registry.spec import ConvSpec, Spec

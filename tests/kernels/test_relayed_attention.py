@@ -17,10 +17,7 @@ from triton_kernels.attention.configs import (
     relayed_tiles,
 )
 from triton_kernels.attention.launch import attention_bwd
-from triton_kernels.attention.tiles import (
-    FWD_CONFIGS,
-    BwdConfig,
-)
+from triton_kernels.attention.tiles import FWD_CONFIGS, BwdConfig
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import AttentionSpec, dtype_name

@@ -9,13 +9,7 @@ from triton_kernels.embedding import begin_step
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.tf32 import rounded_to_tf32
 
-from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
-    as_double,
-    close,
-    poison_small_batch,
-    pytestmark,
-    randn,
-)
+from .small_batch import as_double, close, poison_small_batch, pytestmark, randn  # noqa: F401  a fixture and a mark for every test here
 
 
 def qkv_inputs(n, t, c, dtype, device):

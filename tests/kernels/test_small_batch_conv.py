@@ -8,8 +8,7 @@ import torch
 from triton_kernels.conv.few import OneRow, conv_few
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import one_row
-from triton_kernels.conv.plain import small_batch as conv_early
-from triton_kernels.conv.plain import split_k as conv_split
+from triton_kernels.conv.plain import small_batch as conv_early, split_k as conv_split
 from triton_kernels.conv.plain.parts import count_steps
 from triton_kernels.conv.plain.pointer_split import PointerParts
 from triton_kernels.conv.plain.small_batch import EarlyConfig

@@ -9,12 +9,8 @@ from triton_kernels import reference
 from triton_kernels.conv.plain import split_k_sum
 from triton_kernels.norm import (
     from_partials as norm_of_sums,
-)
-from triton_kernels.norm import passes as norm_passes
-from triton_kernels.norm import (
+    passes as norm_passes,
     single_cta as norm_single_cta,
-)
-from triton_kernels.norm import (
     sums as norm_sums,
 )
 from triton_kernels.reductions.conv_parts import SplitConv

@@ -4,10 +4,8 @@ channels, the convolution of stride 2, sums that end in one launch."""
 import pytest
 import torch
 
-from triton_kernels import fused_ops as fused
-from triton_kernels import reference
-from triton_kernels.conv import stride2 as conv_down
-from triton_kernels.conv import weight_grad
+from triton_kernels import fused_ops as fused, reference
+from triton_kernels.conv import stride2 as conv_down, weight_grad
 from triton_kernels.conv.plain import pad_channels
 from triton_kernels.embedding import linear_grads, sinusoids
 from triton_kernels.gated import product

@@ -16,10 +16,7 @@ from triton_kernels.attention.configs import (
     KeptTile,
     StreamedTile,
 )
-from triton_kernels.attention.tiles import (
-    FWD_CONFIGS,
-    Tile,
-)
+from triton_kernels.attention.tiles import FWD_CONFIGS, Tile
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import AttentionSpec, dtype_name

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from triton_kernels.conv import wgrad_group as weight_grads
-from triton_kernels.conv import wgrad_parts
+from triton_kernels.conv import wgrad_group as weight_grads, wgrad_parts
 from triton_kernels.conv.hopper import group_wgrad, rounds_wgrad, row_wgrad
 from triton_kernels.conv.hopper.group_wgrad import Gradient, Tile
 from triton_kernels.conv.hopper.rounds_wgrad import Rounds

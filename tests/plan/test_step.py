@@ -14,8 +14,7 @@ from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan import schedule, streams
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.moves import MAIN, SECOND, THIRD
-from diffusion.plan.step import memory, order
-from diffusion.plan.step import network as network_module
+from diffusion.plan.step import memory, network as network_module, order
 from diffusion.plan.step.network import TrainingUNet
 from diffusion.plan.streams import rounded
 from tests.diffusion.test_fused_unet import MODELS, given, make

@@ -1,8 +1,7 @@
 """Views say where the elements are that PyTorch's views have."""
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from diffusion.plan.execute import run
 from diffusion.plan.graph import Graph

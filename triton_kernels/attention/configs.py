@@ -10,18 +10,8 @@ from ..registry.cost import AMPERE
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import AttentionSpec
 from ..runtime.device import Device
-from . import hopper as head
-from . import relayed, streamed, tile_launch
-from .tiles import (
-    BwdConfig,
-    Tile,
-    block_d,
-    bwd_config,
-    bwd_tiles,
-    bwd_work,
-    fwd_tiles,
-    fwd_work,
-)
+from . import hopper as head, relayed, streamed, tile_launch
+from .tiles import BwdConfig, Tile, block_d, bwd_config, bwd_tiles, bwd_work, fwd_tiles, fwd_work
 
 
 @configures("head")

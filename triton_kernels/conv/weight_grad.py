@@ -17,14 +17,7 @@ from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
 from .configs import SplitKernel, WgradOperands, kernel_of_tile
 from .hopper import fp16_split_wgrad, mma_wgrad, row_wgrad
-from .plain import (
-    gather_wgrad,
-    im2col_wgrad,
-    pointer_wgrad,
-    pointwise_wgrad,
-    tma_stride,
-    tma_wgrad,
-)
+from .plain import gather_wgrad, im2col_wgrad, pointer_wgrad, pointwise_wgrad, tma_stride, tma_wgrad
 
 WEIGHT_GRAD = Op(
     "conv_weight_grad",

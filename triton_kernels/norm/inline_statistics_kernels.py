@@ -11,11 +11,7 @@ import triton.language as tl
 from ..runtime.dependent_launch import await_inputs
 from .coefficients import affine
 from .pass_kernels import store_dx, store_sums
-from .statistics import (
-    covering_lanes,
-    store_affine_grads,
-    sum_tiles,
-)
+from .statistics import covering_lanes, store_affine_grads, sum_tiles
 
 
 @triton.jit

@@ -35,10 +35,7 @@ from torch import Tensor
 from ..reductions.row_sums import RowSums
 from ..runtime.dependent_launch import overlapping
 from ..runtime.layout import check_shape, row_stride
-from .table_kernels import (
-    norm_grad_table_kernel,
-    norm_table_kernel,
-)
+from .table_kernels import norm_grad_table_kernel, norm_table_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 

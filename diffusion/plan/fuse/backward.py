@@ -13,13 +13,7 @@ from .norms import (
     two_summands,
 )
 from .parameter_grads import bias_sums, exact_weight_grad
-from .resampled import (
-    halved,
-    pool_grad,
-    pooled_dx,
-    small_input_grad,
-    small_plain_grad,
-)
+from .resampled import halved, pool_grad, pooled_dx, small_input_grad, small_plain_grad
 from .rewrite import Row
 
 BACKWARD_ROWS = (

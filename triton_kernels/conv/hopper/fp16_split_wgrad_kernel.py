@@ -9,10 +9,7 @@ While one warpgroup adds, the others multiply.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from ...hopper.compat import allocate_for_views, reinterpret, sync_threads, tma_load, view_from
 from ...hopper.pipeline import new_ring

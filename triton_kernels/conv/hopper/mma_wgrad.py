@@ -28,13 +28,7 @@ from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
 from ...runtime.hardware import thread_registers
 from ..configs import WgradOperands, fewest_of, split_kernel
-from ..plain.tma_boxes import (
-    as_one_row,
-    count_boxes,
-    is_pointwise,
-    pixel_box,
-    refuse_wide_float32,
-)
+from ..plain.tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, refuse_wide_float32
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -10,11 +10,7 @@ A kernel says what is multiplied, by an aggregate `products`:
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from ...activations import activate_affine
 from ...hopper.compat import aggregate, reinterpret, sync_threads, tma_store

@@ -15,14 +15,7 @@ from ...noise.dropout import kept
 from ...norm.coefficients import load_table
 from ...runtime.dependent_launch import await_inputs
 from ...tf32 import as_operand
-from .products import (
-    multiply,
-    multiply_pointwise,
-    multiply_rows,
-    tile_origin,
-    whole_sum,
-    zero_sums,
-)
+from .products import multiply, multiply_pointwise, multiply_rows, tile_origin, whole_sum, zero_sums
 from .tile_edges import store_partials, zero_outside
 
 # --- forward --------------------------------------------------------------------------------------

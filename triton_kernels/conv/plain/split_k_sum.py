@@ -5,13 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...reductions.conv_parts import (
-    SplitConv,
-    load_parts,
-    sum_of_parts,
-    terms_of,
-    terms_of_parts,
-)
+from ...reductions.conv_parts import SplitConv, load_parts, sum_of_parts, terms_of, terms_of_parts
 from ...runtime.dependent_launch import await_inputs, begin_next, overlapping
 from ...runtime.layout import row_stride
 from ...tf32 import as_operand

@@ -35,12 +35,7 @@ from .conv import (
     conv_weight_grad,
     conv_weight_grads,
 )
-from .conv_and_norm import (
-    conv_norm,
-    conv_norm_grid_sync,
-    norm_conv,
-    norm_conv_of_two,
-)
+from .conv_and_norm import conv_norm, conv_norm_grid_sync, norm_conv, norm_conv_of_two
 from .gated import gated_backward, gated_forward
 from .inputs import begin_step, pad_channels, sinusoids
 from .joined import OPS, SMALL_NORM
@@ -57,11 +52,7 @@ from .norms import (
     norm_table,
     tensor_partials,
 )
-from .one_launch_norms import (
-    norm_of_sums,
-    norm_of_sums_upsampled,
-    norm_single_cta,
-)
+from .one_launch_norms import norm_of_sums, norm_of_sums_upsampled, norm_single_cta
 from .parts import conv_split, resample_parts, sum_parts
 from .resample import avg_pool, avg_pool_grad, upsample, upsample_grad
 from .skip import skip_backward, skip_dx
