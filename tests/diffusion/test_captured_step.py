@@ -1,6 +1,6 @@
 """A captured step does what the same step does launch by launch, to the bit, whatever is asked of
-it: on the GPU the plan for bf16; on a CPU the same steps on PyTorch's layers, which nothing
-captures, so that what is written here is known to run."""
+it: on the GPU the plan for bf16; on a CPU the same steps on PyTorch's layers, whose graph is
+imitated (`imitated_graph`)."""
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import triton_kernels
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.models.flat_parameters import FlatParameters
+from diffusion.models.unet import UNet
 from diffusion.plan import streams
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.moves import THIRD
@@ -19,9 +20,11 @@ from diffusion.process.schedule import make_schedule
 from diffusion.process.timesteps import LossAwareTimesteps
 from diffusion.runtime.backend import TORCH_FP32, Backend, determinism
 from diffusion.runtime.distributed import Processes
+from diffusion.training import train_step
 from diffusion.training.gradient_sum import BUCKET, GradientSum
 from diffusion.training.optimizer import Optimizer, OptimizerSettings
 from diffusion.training.train_step import TrainStep
+from tests.plan import imitated_graph
 
 from .test_fused_unet_kernels import build
 
@@ -96,7 +99,7 @@ def make_step(
     if kind == "short":  # so that losses say what is drawn before the steps are over
         kind, count = "cosine", 2
         objective["timesteps"] = LossAwareTimesteps(count, 8, backend, device)
-    return TrainStep(
+    step = TrainStep(
         network,
         Objective(make_schedule(kind, count), backend, device=device, **objective),
         Batches(ImageSet(images, labels), 8, 0, device),
@@ -109,6 +112,8 @@ def make_step(
         flip=flip,
         capture=capture,
     )
+    step._capture = capture  # on a CPU, too
+    return step
 
 
 def results(step: TrainStep) -> list[torch.Tensor]:
@@ -159,7 +164,10 @@ def test_captured_deterministic(case, device, deterministic):
         "timesteps by losses, micro-batches",
     ],
 )
-def test_not_captured(case, device):
+def test_captured_by_an_imitated_graph(case, device, monkeypatch):
+    monkeypatch.setattr(train_step, "captured", imitated_graph.captured)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", imitated_graph.Graph)
+    monkeypatch.setattr(UNet, "check_given", lambda *_: None)  # which reads labels of a CPU
     check(case, device)
 
 

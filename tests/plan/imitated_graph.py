@@ -54,6 +54,9 @@ class Graph:
             for again in self.work:
                 again()
 
+    def reset(self) -> None:
+        self.work = []
+
 
 @contextmanager
 def captured(graph: Graph, pool: Pool | None = None, **_: Any) -> Iterator[None]:
