@@ -25,9 +25,10 @@ class Samples(Protocol):
 class Batches:
     """This process's share of every batch, in tensors that stay where they are.
 
-    Position i of step k is sample k * batch_size + i of an endless sequence of shuffled epochs,
-    whatever the number of processes and wherever the run was resumed. Of a part of a set
-    (`held_out.Rows`) its `rows` say which images these are.
+    Position i of step k is sample begins + k * batch_size + i of an endless sequence of shuffled
+    epochs, whatever the number of processes and wherever the run was resumed. `begins` is 0 unless
+    earlier steps had another batch size: the sequence then goes on where they ended. Of a part of a
+    set (`held_out.Rows`) its `rows` say which images these are.
 
     `load` fills the tensors for a step, `part` hands them out; a captured step replays `part` and
     finds there what `load` has written. A set of at most `resident_bytes` lives on the device as it
@@ -44,8 +45,10 @@ class Batches:
         first: int = 0,  # the share: positions first .. first + count of the global batch
         count: int | None = None,  # None: all of it
         resident_bytes: int = 8 * 2**30,
+        begins: int = 0,  # sample of position 0 of step 0, were all steps of this batch size
     ) -> None:
         self.data, self.batch_size, self.seed, self.device = data, batch_size, seed, device
+        self.begins = begins
         self.first, self.count = first, batch_size if count is None else count
         self._index = torch.zeros(self.count, dtype=torch.int64, device=device)
         self._labels = None if data.labels is None else data.labels.to(device)
@@ -121,7 +124,8 @@ class Batches:
 
     def _indices(self, step: int) -> np.ndarray:
         positions = np.arange(self.first, self.first + self.count, dtype=np.int64)
-        index = sample_index(self.seed, step * self.batch_size + positions, len(self.data))
+        samples = self.begins + step * self.batch_size + positions
+        index = sample_index(self.seed, samples, len(self.data))
         return index if self._rows is None else self._rows[index]
 
     def _gather(self, index: np.ndarray) -> tuple[Tensor, Tensor | None]:

@@ -205,7 +205,7 @@ def _train(
                 write_config(run_dir / "config.yaml", config, start)
                 stack.enter_context(log_file(run_dir / "train.log"))
             began = (
-                f"resuming from {resume_from} after step {start}"
+                f"resuming from {resume_from} after step {start}{_other_batches(step, start)}"
                 if start
                 else settings.init and f"beginning with the weights of {settings.init}"
             )
@@ -285,7 +285,10 @@ def _built(
         if device.type == "cpu" and "threads" in stored and threads_are_ours():
             torch.set_num_threads(stored["threads"])  # of which sums on a CPU depend
         optimizer.skipped.fill_(stored.get("skipped_steps", 0))
-    step = build_step(model, flat, optimizer, task.samples, task.flip, process, settings, processes)
+    counted = stored.get("step", 0) * settings.batch_size
+    begins = stored.get("images", counted) - counted  # 0 unless the batch size has changed
+    given = (model, flat, optimizer, task.samples, task.flip, process, settings, processes)
+    step = build_step(*given, begins)
     if resume_from is not None and step.objective.timesteps is not None:
         _load_timesteps(resume_from, step.objective.timesteps)
     return _Built(model, flat, step, stored)
@@ -396,6 +399,15 @@ def _describe(
         _say(f"note: {note}")
     for remark in task.remarks:
         log.info("%s", remark)
+
+
+def _other_batches(step: TrainStep, start: int) -> str:
+    """That the batch size has changed, where it has: which images come next."""
+    batches = step.batches
+    if not batches.begins:
+        return ""
+    seen = batches.begins + start * batches.batch_size
+    return f"; the order of the data goes on behind the {seen} samples seen, in other batches"
 
 
 def _threads(device: torch.device) -> dict[str, int]:

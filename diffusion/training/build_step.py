@@ -23,6 +23,7 @@ def build_step(
     process: Process,
     settings: TrainSettings,
     processes: Processes,
+    begins: int = 0,  # see `Batches`
 ) -> TrainStep:
     """One step of training, from the batch to the update."""
     device, backend = flat.param.device, model.backend
@@ -49,7 +50,7 @@ def build_step(
     return TrainStep(
         network,
         objective,
-        Batches(samples, settings.batch_size, settings.seed, device, *share),
+        Batches(samples, settings.batch_size, settings.seed, device, *share, begins=begins),
         flat,
         optimizer,
         gradient_sum,

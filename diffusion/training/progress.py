@@ -57,9 +57,9 @@ class Interval:
         self.paused = 0.0  # seconds of drawing and saving
 
 
-def progress_line(row: dict[str, Any], steps: int, noun: str) -> str:
+def progress_line(row: dict[str, Any], steps: int, batch_size: int, noun: str) -> str:
     """A row of the log for a terminal that shows no bar."""
-    batch_size, rate = row["images"] / row["step"], row["images_per_s"]
+    rate = row["images_per_s"]
     left = (steps - row["step"]) * batch_size / rate
     return (
         f"step {row['step']}/{steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}"

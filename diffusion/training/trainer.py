@@ -111,8 +111,6 @@ class Trainer:
         checkpoint that the run goes on from, or empty. ConfigError: training has diverged, or the
         disk is full."""
         settings, first = self.settings, self.processes.is_first
-        counted = start * settings.batch_size  # if batches always had this size
-        self._images_less = counted - before.get("images", counted)
         skipped, device = int(self.step.optimizer.skipped.item()), self.step.flat.param.device
         self._interval = Interval(start, skipped, device, before.get("interval"))
         run_log = self._open_log(start) if first else None
@@ -176,7 +174,7 @@ class Trainer:
                     interval.restart(done, row["skipped_steps"])
                 bar.set_postfix_str(f"loss {loss:.4f}, {row['images_per_s']:.0f} {self.noun}/s")
                 if bar.disable and self.processes.is_first:
-                    print(progress_line(row, s.steps, self.noun), flush=True)
+                    print(progress_line(row, s.steps, s.batch_size, self.noun), flush=True)
                 if interval.bad_steps >= _PATIENCE:
                     raise ConfigError(
                         self._diverged(f"in the {interval.bad_steps} steps before {done}")
@@ -252,7 +250,7 @@ class Trainer:
 
     def _images(self, done: int) -> int:
         """Those that the run has seen after so many steps."""
-        return done * self.settings.batch_size - self._images_less
+        return self.step.batches.begins + done * self.settings.batch_size
 
     def _gpu_gib(self) -> float:
         device = self.step.flat.param.device

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
-from diffusion.data import sample_index
+from diffusion.data import ImageSet, sample_index
+from diffusion.data.batches import Batches
 from diffusion.data.order import epoch_permutation
 
 
@@ -27,6 +29,26 @@ def test_any_batch_size_and_any_split_sees_the_same_sequence(batch):
     assert np.array_equal(np.concatenate(steps), whole[: len(steps) * batch])
     ranks = [sample_index(5, np.arange(r, 640, 4), 10) for r in range(4)]
     assert np.array_equal(np.stack(ranks, axis=1).ravel(), whole)
+
+
+@pytest.mark.parametrize("resident_bytes", [2**30, 0], ids=["on the device", "gathered"])
+def test_a_batch_size_that_changes_skips_and_repeats_nothing(resident_bytes):
+    """Two batches of 4, then batches of 3: images of which each is a number."""
+    data = ImageSet(torch.arange(10, dtype=torch.uint8).view(10, 1, 1, 1))
+
+    def seen(batches, step):
+        batches.load(step)
+        images, index, _ = batches.part(0, batches.batch_size)
+        return (images if index is None else images[index]).flatten().tolist()
+
+    before, after = (
+        Batches(data, size, 5, torch.device("cpu"), resident_bytes=resident_bytes, begins=begins)
+        for size, begins in ((4, 0), (3, 8 - 2 * 3))
+    )
+    images = [i for step in range(2) for i in seen(before, step)]
+    images += [i for step in range(2, 6) for i in seen(after, step)]
+    assert images == sample_index(5, np.arange(20), 10).tolist()
+    assert sorted(images[:10]) == sorted(images[10:]) == list(range(10))
 
 
 def test_far_ahead_needs_nothing_before_it():

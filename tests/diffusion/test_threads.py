@@ -155,8 +155,8 @@ def said(monkeypatch, model=UNET64, size=64, steps=1000, **train):
     ("rate", "words"), [(0.44, "0.4 images/s  ETA 3 min"), (431.7, "432 images/s")]
 )
 def test_a_row_shows_the_rate_and_what_is_left(rate, words):
-    row = {"step": 2, "images": 16, "loss": 0.5, "grad_norm": 1.0, "images_per_s": rate}
-    assert words in progress_line(row, 12, "images")
+    row = {"step": 2, "images": 999, "loss": 0.5, "grad_norm": 1.0, "images_per_s": rate}
+    assert words in progress_line(row, 12, 8, "images")
 
 
 def test_a_run_that_takes_days_is_said_to(monkeypatch):

@@ -47,6 +47,17 @@ def test_every_setting_that_changed_is_listed(run_dir):
     assert after["optim"]["lr"] == 1e-4 and after["dataset"]["channels"] == 1
 
 
+def test_another_batch_size_goes_on_in_the_order_of_the_data(run_dir):
+    """Behind the four images of the first step; what is said of the first two batches of two."""
+    for steps, said in ((2, "goes on behind the 4 samples seen"), (3, "behind the 6 samples seen")):
+        more = ("train.batch_size=2", f"train.steps={steps}")
+        code, out, err = run("train.py", f"run_dir={run_dir}", *more)
+        assert code == 0 and said in out and said in (run_dir / "train.log").read_text(), err
+    assert [row["images"] for row in rows(run_dir)] == ["4", "6", "8"]
+    code, out, _ = run("train.py", f"run_dir={run_dir}", "train.steps=4")
+    assert code == 0 and "behind the 8 samples seen" in out  # other than 3 x 2
+
+
 def test_a_run_takes_its_own_settings(run_dir):
     before = settings(run_dir / "config.yaml")
     code, out, err = run("train.py", f"run_dir={run_dir}", "train.steps=2")
