@@ -463,6 +463,7 @@ def _fail(message: str, of_job: bool = False) -> NoReturn:
 
 
 def _stop(message: str, number: int) -> NoReturn:
-    print(as_called(message), file=sys.stderr)
+    if os.environ.get("RANK", "0") == "0":  # of several processes, the first says it
+        print(as_called(message), file=sys.stderr)
     sweep.stop_job(message)
     sys.exit(128 + number)

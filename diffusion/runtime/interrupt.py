@@ -1,5 +1,6 @@
 """Stopping a run by a signal without losing it."""
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +38,8 @@ def signals_received() -> Iterator[list[int]]:
     def receive(number: int, _frame: object) -> None:
         received.append(number)
         signal.signal(number, before[number])
-        tqdm.write("saving after this step, then stopping; a second signal stops at once")
+        if os.environ.get("RANK", "0") == "0":  # of several processes, the first says it
+            tqdm.write("saving after this step, then stopping; a second signal stops at once")
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):
