@@ -131,6 +131,8 @@ def _checked(
             raise ConfigError(f"dataset.{key} is no option of {name}; {nearest(key, valid)}")
     typed(_of_every_set, {key: options.get(key) for key in ("channels", *_GIVEN)}, "dataset")
     given = typed(loader, given, "dataset")
+    if (channels := given.get("channels", 1)) < 1:
+        raise ConfigError(f"dataset.channels={channels}; expected a whole number, at least 1")
     channels = None if "channels" in known else given.pop("channels", None)
     if channels not in (None, 1, 3):
         raise ConfigError(f"dataset.channels={channels} is wrong for {name}; choose 1 or 3")

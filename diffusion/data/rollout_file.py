@@ -44,8 +44,8 @@ def read_rollouts(path: Path) -> list[Episode]:
     other."""
     files = sorted(filter(Path.is_file, path.glob("*.npz"))) if path.is_dir() else [path]
     if not files or not files[0].is_file():
-        what = "are a folder without one" if path.is_dir() else "do not exist"
-        raise ConfigError(f"rollouts {path} {what}; expected an .npz file, or a folder of them")
+        what = "is a folder without an .npz" if path.is_dir() else "does not exist"
+        raise ConfigError(f"{path} {what}; expected an .npz file of rollouts, or a folder of them")
     dims: dict[str, int] = {}
     episodes = []
     for file in files:

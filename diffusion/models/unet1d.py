@@ -240,9 +240,12 @@ class UNet1d(Layer):
     ) -> None:
         if isinstance(down_dims, str) or not isinstance(down_dims, Sequence) or not down_dims:
             raise ConfigError(f"down_dims={down_dims} is not a list of channels, one a level")
-        for c in down_dims:
-            if type(c) is not int or c < 1 or n_groups < 1 or c % n_groups:
-                raise ConfigError(f"down_dims has {c}; expected multiples of n_groups={n_groups}")
+        if n_groups < 1:
+            raise ConfigError(f"n_groups={n_groups}; expected at least 1")
+        if any(type(c) is not int or c < 1 or c % n_groups for c in down_dims):
+            raise ConfigError(
+                f"down_dims={list(down_dims)}; expected multiples of n_groups={n_groups}"
+            )
         if down_dims[0] % _OUT_GROUPS:
             raise ConfigError(
                 f"down_dims begins with {down_dims[0]}; expected a multiple of {_OUT_GROUPS}, the"

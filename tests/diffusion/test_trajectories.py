@@ -160,7 +160,7 @@ OPTIONS = [
     ({"held_out": "a"}, "held_out=a"),
     ({"split": "tail"}, "choose one of episodes, tails"),
     ({"path": None}, "dataset.path is not set"),
-    ({"path": "docs"}, "docs are a folder without one; expected an .npz file, or a folder of"),
+    ({"path": "docs"}, "docs is a folder without an .npz; expected an .npz file of rollouts"),
     ({"seed": -1}, "dataset.seed=-1; expected a whole number, at least 0"),
     ({"horizon": 64}, "to train on is too short"),
     ({"horizon": 12, "split": "tails"}, "held out is too short"),
@@ -236,7 +236,7 @@ def test_bad_files(tmp_path, rollouts):
         assert "\n" not in str(error.value) and "pickle" not in str(error.value)
     with pytest.raises(ConfigError, match="single array"):
         load_trajectories(str(tmp_path / "single.npy"))
-    with pytest.raises(ConfigError, match="do not exist"):
+    with pytest.raises(ConfigError, match="does not exist; expected an .npz file of rollouts"):
         load_trajectories(str(tmp_path / "nowhere.npz"))
 
 

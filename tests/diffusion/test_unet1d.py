@@ -226,7 +226,7 @@ def test_half_precision_keeps_the_statistics_in_float32():
         ({"down_dims": 256}, "down_dims=256"),
         ({"down_dims": "256"}, "down_dims=256"),
         ({"down_dims": []}, "down_dims="),
-        ({"down_dims": [8, 10]}, "down_dims has 10"),
+        ({"down_dims": [8, 10]}, r"down_dims=\[8, 10\]; expected multiples of n_groups"),
         ({"down_dims": [12, 16]}, "begins with 12"),
         ({"n_groups": 0}, "n_groups=0"),
         ({"kernel_size": 4}, "kernel_size=4"),

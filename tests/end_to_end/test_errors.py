@@ -34,6 +34,7 @@ def fails(*command: str, cwd=None) -> str:
         ("model.num_groups=24", "24"),
         ("model.num_classes=2", "has 3 classes"),
         ("train.resume=nowhere", "train.resume=nowhere does not exist; expected a run's folder"),
+        ("dataset.channels=-1", "dataset.channels=-1; expected a whole number, at least 1"),
         ("dataset.flip=0", "dataset.flip=0 is wrong; expected true or false"),
         ("dataset.channels=true", "dataset.channels=true is wrong; expected a whole number"),
         ("dataset.vectors=true", "dataset.vectors=true is wrong; expected text or null"),
@@ -84,6 +85,7 @@ def test_settings_are_named_as_the_user_has_them(message, expected):
     ("overrides", "expected"),
     [
         (("dataset=folder",), "dataset.path"),
+        (("dataset=folder", "dataset.channels=-1"), "dataset.channels=-1; expected a whole"),
         (("dataset=folder", "dataset.path=nowhere"), "nowhere"),
         (("dataset=packed", "dataset.path=nowhere.packed"), "nowhere.packed"),
         (("dataset=mnist", "dataset.path=nowhere"), "nowhere"),
