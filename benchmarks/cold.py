@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks import harness, stopwatch
-from triton_kernels.conv.few import CONV_FEW
+from triton_kernels.conv.few import CONV_FEW, conv_few
 from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.spec import ConvSpec
@@ -60,9 +60,8 @@ class Cold:
         if self.op is CONV_SPLIT:
             parts = conv_split(x, weight, allow_tf32=self.spec.dtype != "fp32", config=config)
         else:
-            kernel = self.op.kernel_of(config)
             options = {"stats": self.spec.stats, "allow_tf32": self.spec.dtype != "fp32"}
-            parts = kernel.launch(config, x, weight, self.bias, **options)[0][None]
+            parts = conv_few(x, weight, self.bias, **options, config=config)[0][None]
         y = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
         total = y.numel()
         _add_kernel[(triton.cdiv(total, _BLOCK),)](
