@@ -13,7 +13,7 @@ def test_kernels_have_those_who_take_them():
     code, out, err = run("-m", "benchmarks.taken", *given)
     assert code == 0, err
     *lines, last = out.splitlines()
-    assert "conv_few/early 1: unet_tiny" in lines
+    assert "conv_few/one_row 1: unet_tiny" in lines
     assert "conv_input_grad/tma 0: nobody" in lines
     assert "_begin_step_kernel" not in last and "conv_input_grad_kernel" in last
     assert last.startswith("launched by none: ")

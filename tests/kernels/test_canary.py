@@ -233,15 +233,15 @@ class TestBackend:
 
 
 def test_kernels_named_in_the_environment_are_off(monkeypatch):
-    monkeypatch.setenv("TRITON_KERNELS_OFF", "tile_mma,conv_few/early")
-    assert (describe(CPU).tma, describe(CPU).off) == (True, "conv_few/early,tile_mma")
+    monkeypatch.setenv("TRITON_KERNELS_OFF", "tile_mma,conv_few/one_row")
+    assert (describe(CPU).tma, describe(CPU).off) == (True, "conv_few/one_row,tile_mma")
     with standing_for(HOPPER), without("single_tile,hopper"):
         assert (describe(CPU).hopper, describe(CPU).off) == (False, "single_tile")
     switch_off("hopper", "a test says so")
-    assert os.environ["TRITON_KERNELS_OFF"] == "tile_mma,conv_few/early,hopper"
-    with without("early"):
-        assert describe(CPU).off == "conv_few/early,early,tile_mma"
-    assert describe(CPU).off == "conv_few/early,tile_mma"
+    assert os.environ["TRITON_KERNELS_OFF"] == "tile_mma,conv_few/one_row,hopper"
+    with without("narrow_input"):
+        assert describe(CPU).off == "conv_few/one_row,narrow_input,tile_mma"
+    assert describe(CPU).off == "conv_few/one_row,tile_mma"
 
 
 @pytest.mark.parametrize("name", ["tile_mm", "conv_few/tile_mma"])

@@ -6,15 +6,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..registry.choose import select
-from ..registry.cost import HOPPER, Work
+from ..registry.cost import Work
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .fused import FORWARD, conv_forward, forward_operands
 from .fused_spec import forward_spec
 from .hopper import one_row, single_tile
-from .plain import small_batch
-from .plain.small_batch import EarlyConfig
 
 
 @configures("one_row")
@@ -55,17 +53,6 @@ CONV_FEW = Op(
             launch=lambda _, operands: one_row.launch(operands),
             adds=FORWARD_TERMS,
             work=lambda spec, gpu, _: one_row.work(spec, 1),
-        ),
-        Kernel(
-            "early",
-            EarlyConfig,
-            small_batch.refuse,
-            lambda spec, _: [small_batch.whole_config(spec)],
-            launch=small_batch.launch,
-            adds=FORWARD_TERMS,
-            work=lambda spec, gpu, _: small_batch.whole_work(spec),
-            untimed=small_batch.untimed,
-            borrows=HOPPER,
         ),
         Kernel(
             "single_tile",
@@ -117,8 +104,6 @@ def conv_few(
     return given.y, given.partials
 
 
-def _pixels(config: OneRow | EarlyConfig | SingleTile, width: int) -> int:
+def _pixels(config: OneRow | SingleTile, width: int) -> int:
     """Of a tile."""
-    if isinstance(config, EarlyConfig):
-        return config.block_m
     return width if isinstance(config, OneRow) else single_tile.PIXELS

@@ -1,7 +1,6 @@
 """Convolutions of few images that ask for their filters before the launch in front has ended.
 
-    y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of others       `launch`
-    parts[s, n, co, p], whose sum over s is conv(x) + those 1x1 convolutions           `split_early`
+    parts[s, n, co, p], whose sum over s is conv(x) + 1x1 convolutions of others
 
 At batch 1 a convolution is a chain of dependent steps, and a loop that fetches one 64x64 tile of
 filters and of pixels a step, through however many buffers, spends 0.23 us on each. Here a program
@@ -11,10 +10,10 @@ waits for its input, and then asks for all of that at once: one round trip and o
     before the wait   filters [BLOCK_C, BLOCK_K], where they lie and what taps they belong to
     behind it         x [BLOCK_M, BLOCK_K], a tap's pixels from where they are; product; store
 
-A sum longer than that is cut into parts, or done in several rounds, of which the first two have
-their filters early; of up to three each one's pixels are asked for before the product in front. The
-filters of 1x1 convolutions are early too; where there are parts, one program has them all. Pixels
-are a run of successive ones, of all images.
+A sum longer than that is cut into parts, and where these would be too many each is done in several
+rounds, of which the first two have their filters early; of up to three each one's pixels are asked
+for before the product in front. The 1x1 convolutions are a part of their own. Pixels are a run of
+successive ones, of all images.
 """
 
 from collections.abc import Sequence
@@ -26,13 +25,10 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.cost import Work
-from ...registry.kernel import configures
 from ...registry.spec import FEW_IMAGES, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
-from ...runtime.layout import row_stride
 from ..fused_spec import forward_spec
-from ..hopper.operands import Operands
 from .parts import MOST_PARTS
 from .small_batch_kernels import conv_early_kernel
 
@@ -40,19 +36,15 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 _DEEPEST = 512  # terms of a product: 64 registers of a thread for filters, 64 for pixels
 _MAX_PIXELS = 1024  # of all images; with more a loop over tiles is faster
-_LARGE = 4096  # pixels of images whose programs take 64 of them, for fewer partial sums,
-_LONG = 1024  # unless their sums are of more terms than this
 
 
-@configures("early")
 class EarlyConfig(NamedTuple):
-    """What a program does: so many rounds of `block_k` terms of the sum, and one of `tail`."""
+    """What a program does: so many rounds of `block_k` terms of the sum."""
 
     block_c: int  # output channels
     block_m: int  # pixels
     block_k: int
     rounds: int
-    tail: int  # 0: none
     num_warps: int
 
 
@@ -71,16 +63,8 @@ def split_early(
     splits = triton.cdiv(r * s * ci, config.rounds * config.block_k)
     parts = _empty((splits + bool(extra), n, co, h * w), dtype=torch.float32, device=x.device)
     if n > 0:
-        _launch(x, weight, extra, config, parts, parts.shape[0], splits=splits)
+        _launch(x, weight, extra, config, parts, splits)
     return parts
-
-
-def launch(config: EarlyConfig, operands: Operands) -> None:
-    """The whole convolution, of tiles that divide the images. Filters and biases are read ahead, as
-    in `split_early`."""
-    residual = operands.beside[0] if operands.beside else None
-    terms = operands.vectors, operands.extra_bias, operands.emb, residual, operands.partials
-    _launch(operands.x, operands.weight, operands.extra, config, operands.y, 1, *terms)
 
 
 def _launch(
@@ -89,13 +73,7 @@ def _launch(
     extra: Sequence[tuple[Tensor, Tensor]],
     config: EarlyConfig,
     out: Tensor,
-    parts: int,
-    bias: Tensor | None = None,
-    extra_bias: Tensor | None = None,
-    emb: Tensor | None = None,
-    residual: Tensor | None = None,
-    partials: Tensor | None = None,
-    splits: int = 0,  # 0: whole sums
+    splits: int,
 ) -> None:
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
@@ -105,27 +83,20 @@ def _launch(
     for other, w1x1 in extra:
         assert other.is_contiguous() and other.shape[:3] == x.shape[:3]
         assert w1x1.shape == (co, other.shape[3]) and w1x1.stride(1) == 1
-    width = co if splits else out.shape[3]
-    programs = triton.cdiv(n * h * w, config.block_m) * triton.cdiv(width, config.block_c)
+    programs = triton.cdiv(n * h * w, config.block_m) * triton.cdiv(co, config.block_c)
     rows = weight.permute(0, 2, 3, 1).reshape(co, r * s * ci)
-    filters = [
-        TensorDescriptor(rows, list(rows.shape), [r * s * ci, 1], [config.block_c, depth])
-        if depth > 0
-        else None
-        for depth in (config.block_k, config.tail)
-    ]
+    box = [config.block_c, config.block_k]
+    filters = TensorDescriptor(rows, list(rows.shape), [r * s * ci, 1], box)
     depths = _extra_depths(config, channels)
     others = []
     for (other, w1x1), depth in zip(extra, depths, strict=False):
         strides, block = list(w1x1.stride()), [config.block_c, depth]
         others += [other, TensorDescriptor(w1x1, list(w1x1.shape), strides, block)]
     rest = [c > depth for c, depth in zip((*channels, 0, 0), depths, strict=False)]
-    early = _early(config, x, [] if splits else depths[: len(extra)])
-    conv_early_kernel[(programs, parts)](
-        x, *filters, *(others + [None] * 4)[:4], bias, extra_bias, emb, residual, partials, out,
-        row_stride(emb), n * h * w, ci, *(channels + [0, 0])[:2], co, width, splits,
-        h, w, r, s, splits > 0, "tf32", config.block_c, config.block_m, config.block_k,
-        *depths, *rest, config.rounds, early, config.tail, num_warps=config.num_warps, num_stages=1,
+    conv_early_kernel[(programs, len(out))](
+        x, filters, *(others + [None] * 4)[:4], out, n * h * w, ci, *(channels + [0, 0])[:2], co,
+        splits, h, w, r, s, "tf32", config.block_c, config.block_m, config.block_k, *depths, *rest,
+        config.rounds, _early(config, x), num_warps=config.num_warps, num_stages=1,
         **overlapping(x.device),
     )  # fmt: skip
 
@@ -136,12 +107,10 @@ def _extra_depths(config: EarlyConfig, channels: Sequence[int]) -> list[int]:
     return [min(max(triton.next_power_of_2(c), 16), most) for c in (*channels, 16, 16)[:2]]
 
 
-def _early(config: EarlyConfig, x: Tensor, extra: Sequence[int]) -> int:
-    """Rounds whose filters find room in shared memory beside the pixels of one, the tail and 1x1
-    convolutions of so many channels."""
+def _early(config: EarlyConfig, x: Tensor) -> int:
+    """Rounds whose filters find room in shared memory beside the pixels of one."""
     tile = config.block_k * x.itemsize
-    rest = (config.block_c + config.block_m) * (config.tail + sum(extra)) * x.itemsize
-    room = describe(x.device).shared_memory - config.block_m * tile - rest - 4096
+    room = describe(x.device).shared_memory - config.block_m * tile - 4096
     return min(config.rounds, max(room // (config.block_c * tile), 1), 2)
 
 
@@ -157,47 +126,21 @@ def split_config(spec: ConvSpec, gpu: Device) -> EarlyConfig:
     rounds = 1
     while rounds < parts and tiles * triton.cdiv(parts, rounds) > sms:
         rounds += 1
-    return EarlyConfig(64, block_m, block_k, rounds, 0, 8 if block_k == 512 else 4)
-
-
-def whole_config(spec: ConvSpec) -> EarlyConfig:
-    """Deep products, and what is left of the sum in a shallow one."""
-    terms, (co, _) = spec.taps * spec.k, spec.of_filters
-    block_k = min(1 << (terms.bit_length() - 1), _DEEPEST)
-    if block_k < _DEEPEST and 4 * terms > 5 * block_k:
-        block_k *= 2
-    rounds, rest = divmod(terms, block_k)
-    tail = max(triton.next_power_of_2(rest), 16) if rest else 0
-    if tail > _DEEPEST // 2 or rounds == 0:
-        rounds, tail = rounds + 1, 0
-    block_c = min(max(triton.next_power_of_2(co), 16), 64)
-    block_m = 64 if spec.h * spec.w >= _LARGE and terms <= _LONG else 32
-    return EarlyConfig(block_c, block_m, block_k, rounds, tail, 8 if block_k == _DEEPEST else 4)
+    return EarlyConfig(64, block_m, block_k, rounds, 8 if block_k == 512 else 4)
 
 
 def split_work(spec: ConvSpec, gpu: Device) -> Work:
     """What the programs of `split_early` do. 1x1 convolutions are a part of their own."""
-    config = split_config(spec, gpu)
-    parts = triton.cdiv(spec.taps * spec.k, config.rounds * config.block_k) + bool(spec.extra)
-    return _work(spec, config, config.rounds * config.block_k, config.rounds, parts)
-
-
-def whole_work(spec: ConvSpec) -> Work:
-    """What those of whole sums do."""
-    config = whole_config(spec)
-    terms = config.rounds * config.block_k + config.tail + sum(spec.extra)
-    return _work(spec, config, terms, config.rounds + bool(config.tail) + spec.extras, 1)
-
-
-def _work(spec: ConvSpec, config: EarlyConfig, terms: int, rounds: int, parts: int) -> Work:
-    pixels = spec.n * spec.h * spec.w
+    config, pixels = split_config(spec, gpu), spec.n * spec.h * spec.w
+    terms = config.rounds * config.block_k
+    parts = triton.cdiv(spec.taps * spec.k, terms) + bool(spec.extra)
     tiles = triton.cdiv(pixels, config.block_m) * triton.cdiv(spec.c, config.block_c)
     return Work(
         tiles=tiles * parts,
         resident=1,
         products=config.block_c * config.block_m * terms,
         fetched=(config.block_c + config.block_m) * terms * spec.itemsize,
-        steps=rounds,
+        steps=config.rounds,
         written=config.block_c * config.block_m,
         memory=spec.bytes,
         parts=4 * parts * pixels * spec.c if parts > 1 else 0,
@@ -215,23 +158,3 @@ def untimed_split(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it should not."""
     many = spec.n > FEW_IMAGES or spec.n * spec.h * spec.w > _MAX_PIXELS
     return f"it does {FEW_IMAGES} images and {_MAX_PIXELS} pixels at most" if many else None
-
-
-def refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why whole sums cannot be: tiles have to divide the images."""
-    if spec.itemsize != 2 or spec.k % 16 or not gpu.tma:
-        return "it does numbers of 16 bits, of channels by 16, with TMA"
-    if odd := [c for c in spec.extra if c % 8]:
-        return f"{odd[0]} channels are no multiple of 8"
-    pixels, block_m = spec.h * spec.w, whole_config(spec).block_m
-    return f"{pixels} pixels are no multiple of {block_m}" if pixels % block_m else None
-
-
-def untimed(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why it should not: all programs have to find a multiprocessor each at once."""
-    if spec.n > FEW_IMAGES:
-        return f"it does {FEW_IMAGES} images at most"
-    config, (co, _) = whole_config(spec), spec.of_filters
-    programs = spec.n * spec.h * spec.w // config.block_m * triton.cdiv(co, config.block_c)
-    many = programs > gpu.num_sms
-    return f"{programs} programs for {gpu.num_sms} multiprocessors" if many else None

@@ -1,4 +1,4 @@
-"""The kernel of `conv_early` and `split_early`, where what it does is told."""
+"""The kernel of `conv.plain.small_batch`, where what it does is told."""
 
 import triton
 import triton.language as tl
@@ -77,30 +77,21 @@ def _add_rest(
 def conv_early_kernel(
     x_ptr,  # [M, CI]: pixels of images [H, W]
     weight_desc,  # [CO, R * S * CI] in boxes [BLOCK_C, BLOCK_K]
-    tail_desc,  # the same in boxes [BLOCK_C, TAIL], or None
     extra1_ptr,  # [M, C1], or None
     extra1_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_E1]
     extra2_ptr,  # a second such pair, or None
     extra2_desc,
-    bias_ptr,  # [CO]; PARTS: None, and so are the next four
-    extra_bias_ptr,  # [CO] or None
-    emb_ptr,  # [N, CO] or None
-    residual_ptr,  # [M, CO] or None
-    partial_ptr,  # float32 [M / BLOCK_M, 2, CO], out, or None
-    out_ptr,  # [M, WIDTH], out; PARTS: float32 [parts, N, CO, H * W]
-    stride_emb,
+    out_ptr,  # float32 [parts, N, CO, H * W], out
     M,
     CI,
     C1,
     C2,
     CO,
-    WIDTH,  # channels of y; those behind CO are zero
-    splits,  # PARTS: parts of the convolution; one more has the others
+    splits,  # parts of the convolution; one more has the others
     H: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
     S: tl.constexpr,
-    PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -111,60 +102,23 @@ def conv_early_kernel(
     REST2: tl.constexpr,
     ROUNDS: tl.constexpr,
     EARLY: tl.constexpr,  # of which the filters are asked for first
-    TAIL: tl.constexpr,
 ):
     HW: tl.constexpr = H * W
     pid, part = tl.program_id(0), tl.program_id(1)
-    blocks = tl.cdiv(WIDTH, BLOCK_C)
+    blocks = tl.cdiv(CO, BLOCK_C)
     c0 = pid % blocks * BLOCK_C
     offs_co = c0 + tl.arange(0, BLOCK_C)
     mask_co = offs_co < CO
     offs_m = pid // blocks * BLOCK_M + tl.arange(0, BLOCK_M)
     n, pixel = offs_m // HW, offs_m % HW
     acc = tl.zeros([BLOCK_C, BLOCK_M], tl.float32)
-    if not PARTS or part < splits:
+    if part < splits:
         k0 = part * (ROUNDS * BLOCK_K)
-        k1 = k0 + ROUNDS * BLOCK_K
         ptrs, mask = _pixels(x_ptr, offs_m, M, CI, k0, H, W, R, S, BLOCK_K)
-        if TAIL > 0:
-            tail_ptrs, tail_mask = _pixels(x_ptr, offs_m, M, CI, k1, H, W, R, S, TAIL)
-        if bias_ptr is not None:
-            terms = tl.load(bias_ptr + offs_co, mask=mask_co, other=0.0)
-        if extra_bias_ptr is not None:
-            terms += tl.load(extra_bias_ptr + offs_co, mask=mask_co, other=0.0)
         filters = ()
         for i in tl.static_range(EARLY):
             filters = filters + (weight_desc.load([c0, k0 + i * BLOCK_K]),)
-        if TAIL > 0:
-            tail = tail_desc.load([c0, k1])
-        if not PARTS and extra1_ptr is not None:
-            w1 = extra1_desc.load([c0, 0])
-            if extra2_ptr is not None:
-                w2 = extra2_desc.load([c0, 0])
         await_inputs()
-        # what is needed last is asked for first, and what a product needs last of all, since the
-        # compiler waits for that where it is loaded
-        if residual_ptr is not None:
-            place = offs_m.to(tl.int64)[None, :] * WIDTH + offs_co[:, None]
-            there = mask_co[:, None] & (offs_m < M)[None, :]
-            residual = tl.load(residual_ptr + place, mask=there, other=0.0)
-        if emb_ptr is not None:
-            if HW % BLOCK_M == 0:  # of one image
-                image = (pid // blocks // (HW // BLOCK_M)).to(tl.int64)
-                place = image * stride_emb + offs_co
-                emb = tl.load(emb_ptr + place, mask=mask_co, other=0.0)[:, None]
-            else:
-                place = n.to(tl.int64)[None, :] * stride_emb + offs_co[:, None]
-                there = mask_co[:, None] & (offs_m < M)[None, :]
-                emb = tl.load(emb_ptr + place, mask=there, other=0.0)
-        if not PARTS and extra1_ptr is not None:
-            ptrs1, mask1 = _pixels(extra1_ptr, offs_m, M, C1, 0, 1, 1, 1, 1, BLOCK_E1)
-            e1 = tl.load(ptrs1, mask=mask1, other=0.0)
-            if extra2_ptr is not None:
-                ptrs2, mask2 = _pixels(extra2_ptr, offs_m, M, C2, 0, 1, 1, 1, 1, BLOCK_E2)
-                e2 = tl.load(ptrs2, mask=mask2, other=0.0)
-        if TAIL > 0:
-            x1 = tl.load(tail_ptrs, mask=tail_mask, other=0.0)
         x = tl.load(ptrs, mask=mask, other=0.0)
         for i in tl.static_range(ROUNDS):
             now, there = x, mask
@@ -176,22 +130,10 @@ def conv_early_kernel(
                 now = _later(now, there)
             w = filters[i] if i < EARLY else weight_desc.load([c0, k0 + i * BLOCK_K])
             acc = _add_product(acc, w, now, PRECISION)
-            if i == 0 and TAIL > 0:
-                acc = _add_product(acc, tail, _later(x1, tail_mask), PRECISION)
             if i + 1 < ROUNDS and ROUNDS > 3:
                 k = k0 + (i + 1) * BLOCK_K
                 ptrs, mask = _pixels(x_ptr, offs_m, M, CI, k, H, W, R, S, BLOCK_K)
                 x = tl.load(ptrs, mask=mask, other=0.0)
-        if not PARTS and extra1_ptr is not None:
-            acc = _add_product(acc, w1, _later(e1, mask1), PRECISION)
-            acc = _add_rest(
-                acc, extra1_ptr, extra1_desc, c0, offs_m, M, C1, PRECISION, BLOCK_E1, REST1
-            )
-            if extra2_ptr is not None:
-                acc = _add_product(acc, w2, _later(e2, mask2), PRECISION)
-                acc = _add_rest(
-                    acc, extra2_ptr, extra2_desc, c0, offs_m, M, C2, PRECISION, BLOCK_E2, REST2
-                )
     elif extra1_ptr is not None:
         w1 = extra1_desc.load([c0, 0])
         ptrs1, mask1 = _pixels(extra1_ptr, offs_m, M, C1, 0, 1, 1, 1, 1, BLOCK_E1)
@@ -210,25 +152,7 @@ def conv_early_kernel(
                 acc, extra2_ptr, extra2_desc, c0, offs_m, M, C2, PRECISION, BLOCK_E2, REST2
             )
     mask_m = offs_m < M
-    if PARTS:
-        images = M // HW
-        place = ((part * images + n).to(tl.int64) * (CO * HW) + pixel)[None, :]
-        place += offs_co[:, None] * HW
-        tl.store(out_ptr + place, acc, mask=mask_co[:, None] & mask_m[None, :])
-    else:
-        acc += terms[:, None]
-        if emb_ptr is not None:
-            acc += emb
-        if residual_ptr is not None:
-            acc += residual.to(tl.float32)
-        y = acc.to(out_ptr.dtype.element_ty)
-        ptrs = out_ptr + offs_m.to(tl.int64)[None, :] * WIDTH + offs_co[:, None]
-        tl.store(ptrs, y, mask=(offs_co < WIDTH)[:, None] & mask_m[None, :])
-        if partial_ptr is not None:
-            # about the mean of the tile, since a difference of large sums would cancel
-            v = y.to(tl.float32)
-            total = tl.sum(v, 1)
-            v -= (total / BLOCK_M)[:, None]
-            sums_ptr = partial_ptr + (pid // blocks).to(tl.int64) * 2 * CO + offs_co
-            tl.store(sums_ptr, total, mask=mask_co)
-            tl.store(sums_ptr + CO, tl.sum(v * v, 1), mask=mask_co)
+    images = M // HW
+    place = ((part * images + n).to(tl.int64) * (CO * HW) + pixel)[None, :]
+    place += offs_co[:, None] * HW
+    tl.store(out_ptr + place, acc, mask=mask_co[:, None] & mask_m[None, :])
