@@ -134,7 +134,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     ],
     "norm_dx_kernel": [({"TILES": 4, "BLOCK_P": 16}, Expect(spills=4)), ({}, Expect())],
     "_pointwise_wgrad_kernel": _NONE,
-    "_qkv_attention_kernel": [({"BLOCK_T": 16}, _NONE), ({}, _REGISTERS)],
     "_skip_dx_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
     "_split_kernel": Expect(wgmma=False, tma=False),
     "_transpose_weights_kernel": Expect(wgmma=False, tma=False),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from triton_kernels.attention import small_batch as qkv_attention
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.plain import small_batch as conv_early, split_k as conv_split, split_k_sum
 from triton_kernels.embedding import begin_step
@@ -37,7 +36,6 @@ MODULES = (
     norm_sums,
     norm_tables,
     norm_single_cta,
-    qkv_attention,
 )
 
 

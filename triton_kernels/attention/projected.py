@@ -12,12 +12,11 @@ from ..registry.kernel import Op
 from ..registry.spec import ProjectedSpec, dtype_name
 from ..runtime.device import describe
 from .norm_attention import PER_IMAGE, norm_attention
-from .small_batch import PER_HEAD, PerHead, qkv_attention
 
 PROJECTED = Op(
     "projected_attention",
     ("t", "c", "heads", "groups", "tiles", "dtype"),
-    (PER_HEAD, PER_IMAGE),
+    (PER_IMAGE,),
     similar=False,
 )
 
@@ -44,6 +43,4 @@ def projected_attention(
     """Attention of norm(x) weight^T + bias, packed as `attention` says. No kernel may write weights
     and biases while earlier ones of the stream are under way: they are read ahead."""
     config = select(PROJECTED, projected_spec(x, num_heads, norm), describe(x.device)).config
-    if isinstance(config, PerHead):
-        return qkv_attention(x, weight, bias, num_heads, order)
     return norm_attention(x, norm, weight, bias, num_heads, order, config)
