@@ -28,7 +28,6 @@ _FAMILIES = {
         "conv_norm_grid_sync",
         "conv_norm",
         "norm_conv",
-        "norm_conv_of_two",
         "conv_split",
         "conv_down",
         "conv_upsampled",
@@ -182,7 +181,7 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         y = next(_tensors(result))
         pixels = y[0, :, 0].numel() if name == "conv_split" else y.shape[:3].numel()
         extra = sum(weight.numel() for _, weight in kwargs.get("extra", ()))
-        weight = args[{"norm_conv": 7, "norm_conv_of_two": 8}.get(name, 1)]
+        weight = args[7 if name == "norm_conv" else 1]
         return 2 * pixels * (weight.numel() + extra)
     if name in (*_FAMILIES["conv dgrad"], "skip_dx", "skip_backward"):
         return 2 * args[0].shape[:3].numel() * args[1].numel()

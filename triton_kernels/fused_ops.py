@@ -38,7 +38,7 @@ from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from .conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
 from .conv.few import conv_few
 from .conv.fused import conv_forward, conv_input_grad, conv_plain_input_grad
-from .conv.norm_conv import NORM_CONV, norm_conv, norm_conv_of_two
+from .conv.norm_conv import NORM_CONV, norm_conv
 from .conv.plain.pad_channels import pad_channels
 from .conv.plain.split_k import CONV_SPLIT, conv_split
 from .conv.plain.split_k_sum import resample_parts, sum_parts

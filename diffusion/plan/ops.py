@@ -92,7 +92,6 @@ JOINED = {
     "conv_norm": "conv_fused, and the norm of it, beside another tensor perhaps",
     "conv_norm_grid_sync": "the same of larger images, by programs that wait for one another",
     "norm_conv": "conv_fused of norm(x)",
-    "norm_conv_of_two": "conv_fused of norm([x0, x1])",
     "upsampled_filters": "sums of taps that multiply a small image, and filters of the others",
     "conv_of_upsampled": "conv(upsample(x)), on x",
     "conv_upsampled": "conv(a), of which the first channels were upsampled",

@@ -107,7 +107,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({"PRODUCERS": 1, "EXTRA1": 1}, _REGISTERS._replace(spills=4)),
         ({}, _REGISTERS),
     ],
-    "conv_stationary_weights_concat_kernel": _REGISTERS._replace(spills=192),
     "conv_row_group_wgrad_kernel": [
         ({"RAGGED": True}, _REGISTERS._replace(spills=64)),
         ({}, _REGISTERS),

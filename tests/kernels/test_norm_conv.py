@@ -6,7 +6,7 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import norm_conv as norm_conv_module
 from triton_kernels.conv.fused_spec import forward_spec
-from triton_kernels.conv.norm_conv import NORM_CONV, Concat, NormConv, norm_conv, norm_conv_of_two
+from triton_kernels.conv.norm_conv import NORM_CONV, NormConv, norm_conv
 from triton_kernels.norm import sums as norm_sums, tables as norm_tables
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import chip
@@ -129,43 +129,6 @@ class TestGpu:
             pytest.skip("tiles of four rows leave no room for 1x1 convolutions")
         repeatedly(lambda: check(SHAPES[name], terms, config))
 
-    @pytest.mark.parametrize("table", [False, True])
-    @pytest.mark.parametrize(
-        ("n", "h", "dtype", "activation"),
-        [
-            (3, 64, torch.bfloat16, "silu"),
-            (150, 2, torch.bfloat16, "silu"),
-            (7, 8, torch.float16, "gelu"),
-            (37, 64, torch.bfloat16, "silu"),
-        ],
-    )
-    def test_two_tensors(self, n, h, dtype, activation, table):
-        device = torch.device("cuda")
-        x, weight, bias, emb, _ = forward_case(Shape(n, h, 64, 128, 64), dtype, device)
-        xs = tuple((2 * half + 1).contiguous() for half in x.split(64, 3))
-        tiles = zip(xs, (16, 32), strict=True)
-        parts = tuple(norm_sums.tensor_partials(half, n * k) for half, k in tiles)
-        given = parts, 32, *sums_of(torch.cat(xs, 3), 32)[2:]
-        affine = norm_tables.norm_table(given[0], (h * 64,) * 2, *given[1:])
-        a = fused_reference.apply(*(half.double() for half in xs), affine.double(), activation)
-        exact, low = (
-            fused_reference.conv_forward(
-                t.double(), weight.double(), bias.double(), emb=emb.double()
-            )[0]
-            for t in (a, a.to(dtype))
-        )
-
-        def run():
-            with dependent_launches():
-                y, sums = norm_conv_of_two(
-                    *xs, *given, activation, weight, bias, emb=emb, config=Concat(table)
-                )
-            assert relative(y, exact) <= 1.1 * relative(low.to(dtype), exact)
-            check_stats(y, sums)
-            return y, sums
-
-        repeatedly(run)
-
     @pytest.mark.parametrize(("activation", "config"), [("gelu", None), ("identity", FOUR)])
     def test_scale_shift_and_other_activations(self, activation, config):
         shape = SHAPES["many tiles"]
@@ -189,8 +152,6 @@ def test_how_rows_are_made():
     assert chosen() == chosen(residual=True) == chosen(extra=(64, 64)) == NormConv(128, 1, False)
     assert chosen(n=64) == chosen(n=64, extra=(64, 64)) == NormConv(128, 0, True)
     assert chosen(n=64, residual=True) == NormConv(128, 2, True)
-    two = {"k": 128, "first": 64, "tiles": (16, 16)}
-    assert (chosen(**two), chosen(**two, n=64)) == (Concat(False), Concat(True))
 
 
 def test_what_applies():
@@ -200,19 +161,9 @@ def test_what_applies():
     assert not applies(extra=(64, 192))
     assert not applies(groups=4)
     assert not applies(tiles=(12,)) and not applies(tiles=(2,)) and not applies(tiles=(128,))
-    assert not applies(128)
+    assert not applies(128) and not applies(128, first=64)
     assert not applies(dtype="tf32")
     assert not applies(gpu=chip("a100").gpu)
     # what is added may be upsampled on the way, to 64 channels, whoever the norm is of
     assert applies(extra=(128, 64), upsampled=True, groups=None, tiles=())
     assert not applies(extra=(128,), upsampled=True, w=32)
-
-
-def test_what_applies_to_two_tensors():
-    two = {"c": 128, "first": 64, "tiles": (16, 32)}
-    assert applies(**two)
-    assert not applies(**two | {"tiles": (16, 12)})
-    assert not applies(**two | {"first": 96})
-    assert not applies(**two, residual=True) and not applies(**two, extra=(64,))
-    assert not applies(**two, h=7)
-    assert not applies(**two, gpu=chip("a100").gpu)

@@ -17,15 +17,12 @@ def forward_spec(
     residual: bool = False,
     extra: Sequence[Tensor] = (),  # of which 1x1 convolutions are added
     stats: bool = False,
-    second: Tensor | None = None,  # beside x, of the same images
     allow_tf32: bool = True,  # of float32
     **rest: Any,  # fields of the spec
 ) -> ConvSpec:
     """What `conv_forward` computes of such tensors."""
     n, h, w, k = x.shape
     co, ci, r, s = weight.shape
-    if second is not None:
-        rest["first"], k = k, k + second.shape[3]
     dtype, c = dtype_name(x.dtype, allow_tf32), co if width is None else width
     rest |= {"emb": emb, "residual": residual, "stats": stats}
     rest["extra"] = tuple(other.shape[3] for other in extra)

@@ -4,11 +4,11 @@
     z = (x - mean) rstd g + b                                   of partials, as in `norm.tables`
 
 For what wants y alone: act(z) is nowhere in memory afterwards, which spares a pass that reads and
-writes as much as the convolution does, and the launch of its table. The kernels are those that
-fetch each pixel once, `conv.hopper.stationary_weights` and `stationary_weights_concat`. Warpgroups
-make act(z) of rows of pixels in shared memory while others multiply; or those that multiply do,
-between two tiles, of the rows that are new to them. A configuration says which, and whether the
-norm's table is of a launch in front.
+writes as much as the convolution does, and the launch of its table. The kernel is the one that
+fetches each pixel once, `conv.hopper.stationary_weights`. Warpgroups make act(z) of rows of pixels
+in shared memory while others multiply; or those that multiply do, between two tiles, of the rows
+that are new to them. A configuration says which, and whether the norm's table is of a launch in
+front.
 
 Tensors of which 1x1 convolutions are added may be half as large in both directions: these are
 upsampled on the way.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..activations import check_activation, rounded_grad
+from ..activations import check_activation
 from ..norm.tables import check_partials_of, norm_table
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
@@ -40,13 +40,6 @@ class NormConv(NamedTuple):
     block_m: int  # pixels of a tile
     producers: int  # warpgroups that do nothing else; 0: those that multiply do it
     table: bool  # whether the norm's table is of a launch in front
-
-
-@configures("stationary_weights_concat")
-class Concat(NamedTuple):
-    """Two tensors of 64 channels each, which two warpgroups make."""
-
-    table: bool  # as that of `NormConv`
 
 
 def _refuse_sums(spec: ConvSpec) -> str | None:
@@ -69,12 +62,6 @@ def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     return row_mma.STATIONARY.refuse(spec, gpu) or _refuse_sums(spec)
 
 
-def _refuse_two(spec: ConvSpec, gpu: Device) -> str | None:
-    if spec.first is None:
-        return "it does a norm of two tensors"
-    return row_mma.refuse_two(spec, gpu) or _refuse_sums(spec)
-
-
 def _configs(spec: ConvSpec, gpu: Device) -> list[NormConv]:
     """The first as was fastest of 16 images of 64x64, or of 64."""
     many = (2 if spec.residual and not spec.extra else 0), True
@@ -85,12 +72,6 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[NormConv]:
             NormConv(row_mma.STATIONARY_TILE_OF_4.block_m, 0, table) for table in (False, True)
         ]
     return found
-
-
-def _configs_of_two(spec: ConvSpec, gpu: Device) -> list[Concat]:
-    """The first likewise."""
-    many = _is_many(spec, gpu)
-    return [Concat(many), Concat(not many)]
 
 
 def _is_many(spec: ConvSpec, gpu: Device) -> bool:
@@ -106,12 +87,7 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
 NORM_CONV = Op(
     "norm_conv",
     ("h", "w", "k", "c", "dtype", "residual", "extras"),
-    (
-        Kernel("stationary_weights", NormConv, _refuse, _configs, adds=FORWARD_TERMS),
-        Kernel(
-            "stationary_weights_concat", Concat, _refuse_two, _configs_of_two, adds=("emb", "stats")
-        ),
-    ),
+    (Kernel("stationary_weights", NormConv, _refuse, _configs, adds=FORWARD_TERMS),),
     apart=_apart,
 )
 
@@ -174,47 +150,4 @@ def norm_conv(
         row_mma.StationaryWeights(config.block_m),
         Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm),
     )
-    return y, sums
-
-
-def norm_conv_of_two(
-    x1: Tensor,  # [N, H, 64, 64]
-    x2: Tensor,  # [N, H, 64, 64]
-    partials: tuple[Tensor, Tensor],  # float32 [N, K, 2, 64], of each
-    num_groups: int,
-    norm_weight: Tensor,  # float32 [128]
-    norm_bias: Tensor,  # float32 [128]
-    eps: float,
-    activation: str,  # of `activations`
-    weight: Tensor,  # [64, 128, 3, 3] in channels_last memory, dtype of x1
-    bias: Tensor,  # float32 [64]
-    *,
-    emb: Tensor | None = None,  # float32 [N, 64], rows any distance apart
-    config: Concat | None = None,
-) -> tuple[Tensor, Tensor]:  # [N, H, 64, 64]; float32 [N, H / 2, 2, 64]
-    """conv(act(norm([x1, x2]))) + bias + emb of two tensors side by side, and its partials."""
-    check_activation(activation)
-    n, h, w, _ = x1.shape
-    assert x1.is_contiguous() and x2.is_contiguous() and x1.dtype == x2.dtype == weight.dtype
-    for part in partials:
-        check_partials_of(part, h * w, n, 64)
-    assert weight.permute(0, 2, 3, 1).is_contiguous()
-    assert emb is None or (emb.shape == (n, 64) and emb.stride(1) == 1)
-    given = norm_weight, norm_bias, eps
-    if config is None:
-        of_norm = {"groups": num_groups, "tiles": tuple(part.shape[1] for part in partials)}
-        spec = forward_spec(x1, weight, emb=emb is not None, stats=True, second=x2, **of_norm)
-
-        def run(c: Concat) -> Tensor:
-            of_x = partials, num_groups, *given, activation
-            return norm_conv_of_two(x1, x2, *of_x, weight, bias, emb=emb, config=c)[0]
-
-        config = select(NORM_CONV, spec, describe(x1.device), run).config
-    y = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
-    sums = _empty((n, h // 2, 2, 64), dtype=torch.float32, device=x1.device)
-    norm = *partials, *given, None
-    if config.table:
-        norm = *(None,) * 5, norm_table(partials, (h * w, h * w), num_groups, *given)
-    slope = rounded_grad(activation, x1.dtype)
-    row_mma.launch_two(x1, x2, norm, num_groups, slope, weight, bias, emb, y, sums)
     return y, sums

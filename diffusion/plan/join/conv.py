@@ -141,13 +141,8 @@ def _norm_conv(j: Joining, node: Node, norm: Node) -> bool:
     h, w = norm.out.shape[1:3]
     if any(pixels != h * w for pixels in norm.attrs["pixels"]) or j.others_read(norm.out, node):
         return False
-    if "partials" not in node.outputs or "width" in node.attrs:
+    if "partials" not in node.outputs or "width" in node.attrs or "x1" in norm.inputs:
         return False
-    two = "x1" in norm.inputs
-    return _norm_conv_of_two(j, node, norm) if two else _norm_conv_of_one(j, node, norm)
-
-
-def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
     inputs = dict(node.inputs)
     for role in ("extra0", "extra1"):  # what is added may be upsampled there, too
         if up := j.late(inputs.get(role), "upsample"):
@@ -160,28 +155,6 @@ def _norm_conv_of_one(j: Joining, node: Node, norm: Node) -> bool:
     del inputs["x"]
     inputs |= {"x": x, "partials0": partials} | norm_inputs(norm)
     j.emit("norm_conv", inputs, node.outputs, node, **norm_attrs(norm))
-    j.graph.reason(node.out, "a norm made by the convolution that reads it")
-    j.forget(norm.out)
-    return True
-
-
-def _norm_conv_of_two(j: Joining, node: Node, norm: Node) -> bool:
-    if "scale" in norm.inputs or "shift" in norm.inputs:
-        return False
-    spec = j.spec(
-        node,
-        norm.inputs["x0"],
-        second=j.dry[norm.inputs["x1"]],
-        residual="residual" in node.inputs,
-        groups=norm.attrs["groups"],
-        tiles=tuple(j.dry[norm.inputs[role]].shape[1] for role in ("partials0", "partials1")),
-    )
-    if not j.joins("norm_conv", spec):
-        return False
-    j.need(node.inputs.get("emb"))
-    inputs = {k: v for k, v in node.inputs.items() if k != "x"} | norm_inputs(norm)
-    inputs |= {role: norm.inputs[role] for role in ("x0", "x1", "partials0", "partials1")}
-    j.emit("norm_conv_of_two", inputs, node.outputs, node, **norm_attrs(norm))
     j.graph.reason(node.out, "a norm made by the convolution that reads it")
     j.forget(norm.out)
     return True

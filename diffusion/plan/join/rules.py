@@ -11,7 +11,7 @@ keeps busy. `join` visits the nodes of a forward pass in order and turns
     conv, norm of few pixels        into `conv_norm`; for more images `conv_norm_grid_sync`, whose
                                     programs wait for one another
     conv to q, k, v; attention      into `projected_attention`; for many images with the norm before
-    norm, conv of large images      into `norm_conv`, `norm_conv_of_two`
+    norm, conv of large images      into `norm_conv`
     upsample, conv                  into `conv_of_upsampled`, which computes on the small image
     upsample, norm of a concat      into `norm_upsampled`, followed by `conv_upsampled`
     2x2 means, norm of few pixels   into `norm_single_cta`

@@ -139,14 +139,6 @@ def _norm_conv(run, node, given):
     return {next(iter(node.outputs)): y, "partials": partials}
 
 
-@launches("norm_conv_of_two")
-def _norm_conv_of_two(run, node, given):
-    xs, norm = many(given, "x"), (tuple(many(given, "partials")), *_norm_of(node, given))
-    weight = filters(given["weight"]), bias_of(given)
-    y, partials = run.kernels.norm_conv_of_two(*xs, *norm, *weight, emb=given.get("emb"))
-    return {"y": y, "partials": partials}
-
-
 @launches("upsampled_filters")
 def _upsampled_filters(run, node, given):
     a = node.attrs

@@ -1,7 +1,7 @@
 """Convolutions for Hopper in Gluon, where shared memory, barriers and products are written out.
 
     launcher          computes                            kernels
-    row_mma           fused 3x3, 64 or 16 channels in     stationary_weights, and _concat
+    row_mma           fused 3x3, 64 or 16 channels in     stationary_weights
     tile_mma          fused 3x3, any channels             tile_mma_kernels
     upsampled         fused 3x3 after upsampling          upsampled_kernels
     narrow            fused 3x3, 16 channels out          narrow_output

@@ -1,5 +1,5 @@
 """Warpgroups of their own that make act(norm(x)) of rows of pixels, for
-`conv.hopper.stationary_weights` and its kin.
+`conv.hopper.stationary_weights`.
 
 They read x by pointers, two pairs of rows ahead, so that no arithmetic waits for memory, and write
 where TMA would have put x: into a ring of pairs of rows in shared memory. Those that multiply find

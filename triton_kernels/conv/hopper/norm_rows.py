@@ -30,8 +30,7 @@ class Norm(NamedTuple):
     stride_shift: gl.tensor
     eps: gl.tensor
     kept: gl.shared_memory_descriptor  # float32 [2 * warpgroups, 64]
-    table: gl.tensor  # float32 [N, 4, C], all of that made in advance, or None
-    channels: gl.tensor  # C
+    table: gl.tensor  # float32 [N, 4, 64], all of that made in advance, or None
 
 
 @gluon.constexpr_function
@@ -58,7 +57,7 @@ def keep_affine(
         slope, offset = _of_sums(norm, weights, n, pixels, K, CG)
     else:
         offs = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        mean, rstd, g, b = load_table(norm.table, n, offs, norm.channels)
+        mean, rstd, g, b = load_table(norm.table, n, offs, 64)
         slope = rstd * g
         offset = b - mean * slope
     norm.kept.index(2 * GROUP).store(slope)

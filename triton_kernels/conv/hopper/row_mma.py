@@ -15,7 +15,6 @@ What plain Triton cannot say, and what it gains:
   in registers (NARROW_TILE). Of more channels tiles are those of `tile_mma`.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -26,14 +25,13 @@ from ...registry.kernel import Kernel, configures
 from ...registry.spec import FORWARD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
-from .operands import Operands, filters_in_boxes, in_rows, norm_of
+from .operands import Operands, in_rows, norm_of
 from .refusals import refuse_3x3, refuse_rows
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from .stationary_weights import conv_stationary_weights_kernel
-    from .stationary_weights_concat import conv_stationary_weights_concat_kernel
 
 _PIXELS = 256  # of a tile
 _MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
@@ -128,43 +126,6 @@ KERNELS = (
         adds=("emb", "residual", "stats", "activation"),
     ),
 )
-
-
-def refuse_two(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why `launch_two` cannot do it."""
-    if reason := missing(gpu, spec.itemsize):
-        return reason
-    if (spec.first, spec.k, spec.c, spec.r, spec.s) != (64, 128, 64, 3, 3):
-        return "it does 3x3 filters of 64 and 64 channels to 64"
-    if spec.w not in _WIDTHS or spec.h % 2:
-        return f"it does images of 64 columns and even rows, not {spec.h}x{spec.w}"
-    return None
-
-
-def launch_two(
-    x1: Tensor,  # [N, H, 64, 64]
-    x2: Tensor,  # [N, H, 64, 64]
-    norm: Sequence[Tensor | float | None],  # sums of x1 and of x2, weight, bias, eps, or a table
-    groups: int,  # of channels
-    slope: str,  # the activation as `activate_affine` is told
-    weight: Tensor,  # [64, 128, 3, 3] in channels_last memory
-    bias: Tensor,  # float32 [64]
-    emb: Tensor | None,  # float32 [N, 64]
-    y: Tensor,  # [N, H, 64, 64] to be written
-    partials: Tensor,  # float32 [N, H / 2, 2, 64] to be written
-) -> None:
-    """conv(act(norm([x1, x2]))) + bias + emb."""
-    n, h, w, _ = x1.shape
-    tiles = n * h // 2
-    overlap = overlapping(x1.device, 0)
-    conv_stationary_weights_concat_kernel[(min(describe(x1.device).num_sms, tiles),)](
-        x1, x2, filters_in_boxes(weight), in_rows(y), *norm, bias, emb, partials,
-        0 if emb is None else emb.stride(0), tiles, h // 2,
-        W=w, ACT=slope, PAIRS=3, TILES_OF_X1=None if norm[0] is None else norm[0].shape[1],
-        TILES_OF_X2=None if norm[1] is None else norm[1].shape[1],
-        CG=None if norm[0] is None else 128 // groups, OVERLAP=bool(overlap), num_warps=4,
-        maxnreg=96, **overlap,
-    )  # fmt: skip
 
 
 def _stationary_rings(operands: Operands, rows: int) -> tuple[int, int, int]:

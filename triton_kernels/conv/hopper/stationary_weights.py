@@ -119,7 +119,7 @@ def conv_stationary_weights_kernel(
         kept = new_affine(PRODUCERS if PRODUCES else GROUPS)
     norm = Norm(
         sums_ptr, norm_weight_ptr, norm_bias_ptr, scale_ptr, shift_ptr,
-        stride_scale, stride_shift, eps, kept, table_ptr, 64,
+        stride_scale, stride_shift, eps, kept, table_ptr,
     )  # fmt: skip
     gl.warp_specialize(
         [

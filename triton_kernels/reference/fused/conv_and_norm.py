@@ -37,13 +37,3 @@ def norm_conv(
     norm = num_groups, norm_weight, norm_bias, eps, scale, shift
     a = apply(x, None, norm_table((partials,), (pixels,), *norm), activation)
     return conv_forward(a, weight, bias, stats=True, **terms)
-
-
-def norm_conv_of_two(
-    x1, x2, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
-    *, emb=None,
-):  # fmt: skip
-    """`conv_forward` of act(norm([x1, x2])), with partials."""
-    pixels = (x1.shape[1] * x1.shape[2],) * 2
-    table = norm_table(partials, pixels, num_groups, norm_weight, norm_bias, eps)
-    return conv_forward(apply(x1, x2, table, activation), weight, bias, emb=emb, stats=True)

@@ -21,7 +21,7 @@ _FITS = {
     "conv_norm": lambda s: s.h * s.w <= 96,
     "conv_split": lambda s: math.prod(s.size) <= 24,
     # few channels; of what is added and upsampled on the way, to few channels
-    "norm_conv": lambda s: s.c <= 32 if s.upsampled else s.r == 3 and (s.first or s.k) <= 32,
+    "norm_conv": lambda s: s.c <= 32 if s.upsampled else s.r == 3 and s.k <= 32,
     "norm_single_cta": lambda s: s.pixels * s.c <= 300 * s.groups and min(s.tiles, default=8) >= 8,
     # of few positions without the norm, of more with it, if the number of images is odd
     "projected_attention": lambda s: s.n % 2 == 1 if s.t > 40 else s.groups is None,
