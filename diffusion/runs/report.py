@@ -15,7 +15,7 @@ import yaml
 
 from ..errors import ConfigError, is_of_system, writing
 from ..settings import construct, flattened, shown
-from ..tracking.pictures import draw_loss_curves
+from ..tracking.pictures import draw_loss_curves, twentieth
 from ..tracking.run_log import write_whole
 from .records import DEPENDS_ON, Record, check_comparable, differences, record_of
 from .report_page import page
@@ -32,7 +32,6 @@ _OF_SCORES += tuple(
 _OF_A_RUN = ("checkpoints", "samples")  # folders in which there are no runs
 _MOST_FOLDERS = 20_000  # seconds; more is no folder of runs
 _PAGE = 100  # columns
-_TAIL = 5  # rows of the metrics whose mean is the loss at the end
 _DIGITS = {
     "images_per_s": 4,
     "minutes": 4,
@@ -175,7 +174,8 @@ def read_run(folder: Path) -> Run:
     if metrics:
         last = metrics[-1]
         results["step"] = float(last["step"])
-        results["loss"] = statistics.fmean(float(row["loss"]) for row in metrics[-_TAIL:])
+        losses = [float(row["loss"]) for row in metrics[-twentieth(len(metrics)) :]]
+        results["loss"] = statistics.fmean(losses)
         results["images_per_s"] = statistics.median(float(row["images_per_s"]) for row in metrics)
         results["minutes"] = float(last["seconds"]) / 60
         records["loss"] = {k: shown(v) for k, v in config.items() if k.startswith("diffusion.")}

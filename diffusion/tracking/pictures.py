@@ -92,6 +92,11 @@ def over_white(images: np.ndarray) -> np.ndarray:
     return (255 + (color - 255) * alpha).round().astype(np.uint8)
 
 
+def twentieth(rows: int) -> int:
+    """How many rows of a run's metrics a mean of the loss is over."""
+    return max(1, rows // 20)
+
+
 def draw_loss_curve(metrics: Path, out: Path) -> None:
     """Plot loss over steps from a run's metrics.csv, with a running mean, as PNG."""
     from matplotlib.figure import Figure  # slow to import, and needed rarely
@@ -102,7 +107,7 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
         return
     steps = np.array([int(row["step"]) for row in rows])
     loss = np.array([float(row["loss"]) for row in rows])
-    window = max(1, len(loss) // 20)
+    window = twentieth(len(loss))
     figure = Figure(figsize=(7, 4), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     axes.plot(steps, loss, _style(loss), color="#9ecae1", linewidth=1, label="loss")
@@ -156,7 +161,7 @@ def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path
     for name, (steps, loss) in curves.items():
         if not any(map(math.isfinite, loss)):
             continue
-        window = max(1, len(loss) // 20)
+        window = twentieth(len(loss))
         mean = np.convolve(loss, np.ones(window) / window, mode="valid")
         style = {"linewidth": 1, "label": name.replace("$", r"\$")}
         axes.plot(steps[window - 1 :], mean, _style(mean), **style)

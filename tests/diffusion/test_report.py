@@ -61,7 +61,7 @@ def test_the_table(sweep, capsys):
     assert [row["run"] for row in rows] == ["0", "1", "2"]
     assert [row["optim.lr"] for row in rows] == ["0.0001", "0.0002", "0.00030000000000000003"]
     assert rows[0] | {"optim.lr": ""} == {
-        **{"run": "0", "optim.lr": "", "step": "40", "loss": "0.85975", "images_per_s": "101.5"},
+        **{"run": "0", "optim.lr": "", "step": "40", "loss": "0.729", "images_per_s": "101.5"},
         **{"minutes": "2", "fid": "-", "images of evaluations": "-", "action_mse": "-"},
     }
     assert (rows[1]["fid"], rows[1]["images of evaluations"]) == ("7.5", "20")
