@@ -107,7 +107,8 @@ class Planned(torch.autograd.Function):
         made.retained |= keeps
         if keeps and ctx.replay is not None and not {"draw", "dropout"} & set(graph.count()):
             _launch_again(ctx, tensors)
-        if ctx.replay is None:
+        launched = ctx.replay is None
+        if launched:
             values = _launched_backward(ctx, dys, tensors[0].device, keeps)
         elif ctx.replay.is_done:
             raise RuntimeError(_TWICE)
@@ -120,7 +121,25 @@ class Planned(torch.autograd.Function):
             g if asked & backward.results.get(value, set()) else None
             for value, g in zip(starts, grads, strict=True)
         ]
-        return None, None, None, None, *(None if g is None else values[g] for g in grads)
+        found = [None if g is None else values[g] for g in grads]
+        if launched:  # those of a replay are copies
+            found = _apart(found)
+        return None, None, None, None, *found
+
+
+def _apart(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients, of which no two begin at one place: the biases of two layers whose results are
+    added have one gradient. autograd keeps the first gradient of a parameter as it is and adds the
+    next to it in place, which would add to both."""
+    places: set[int] = set()
+    apart = []
+    for x in grads:
+        if x is not None and x.numel():
+            known = len(places)
+            places.add(x.data_ptr())
+            x = x.clone() if len(places) == known else x
+        apart.append(x)
+    return apart
 
 
 def _launch_again(ctx: Any, tensors: Sequence[Tensor]) -> None:

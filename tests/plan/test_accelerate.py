@@ -260,6 +260,33 @@ def test_training_takes_the_same_steps():
     assert close(ours, theirs_) and theirs_[-1] < theirs_[0]
 
 
+class TwoBiases(nn.Module):
+    """Both biases have one gradient, and so have the weights of two linear layers of one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.skip = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(4, 8, 1)
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = (self.conv(x) + self.skip(x)).permute(0, 2, 3, 1)
+        return self.a(y) + self.b(y)
+
+
+def test_gradients_add_up_over_calls():
+    """autograd keeps the first gradient as it is and adds the next in place, so what two parameters
+    have in common would be added to both of them twice."""
+    torch.manual_seed(0)
+    module, x = TwoBiases(), torch.randn(2, 4, 6, 6)
+    expected = copy.deepcopy(module)
+    fast = accelerate(module)
+    for net in (fast, expected):
+        for scale in (1, 2, 3):
+            net(scale * x).square().mean().backward()
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
+
+
 def test_autocast():
     module, (x, t), _ = network("diffusers: as diffusers trains")
     fast = accelerate(module)
