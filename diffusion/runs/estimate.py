@@ -14,6 +14,7 @@ from ..training.trainer import TrainSettings
 
 _LONG = 3600.0  # seconds of a run of which somebody should think again
 _MEASURED = 0.3  # seconds
+_SLOWEST = 1e8  # floating-point operations a second: there is no slower CPU
 _BACK = 3  # times as much work as a forward pass is a step
 # of the rate of its convolutions, what a step of a UNet reached on two cores
 _SHARE = 0.5
@@ -25,7 +26,10 @@ def long_run(config: dict[str, Any], settings: TrainSettings, learned_variance: 
     work = _flops(config, learned_variance)
     if work is None:
         return None
-    step = work * _BACK * settings.batch_size / (_SHARE * rate())
+    work *= _BACK * settings.batch_size / _SHARE
+    if work / _SLOWEST * settings.steps < _LONG:  # which need not be measured
+        return None
+    step = work / rate()
     if step * settings.steps < _LONG:
         return None
     return (

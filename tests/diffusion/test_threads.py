@@ -145,8 +145,8 @@ commands.run("train")
 # --- what it will take ----------------------------------------------------------------------------
 
 
-def said(monkeypatch, model=UNET64, size=64, steps=1000, **train):
-    monkeypatch.setattr(estimate, "rate", lambda: 2e11)  # of two cores
+def said(monkeypatch, model=UNET64, size=64, steps=1000, rate=lambda: 2e11, **train):
+    monkeypatch.setattr(estimate, "rate", rate)  # of two cores
     config = {"dataset": {"name": "elephants", "size": size}, "model": model}
     return estimate.long_run(config, TrainSettings(steps=steps, **train), False)
 
@@ -175,6 +175,13 @@ def test_a_short_one_and_an_unknown_one_are_not(monkeypatch):
     assert said(monkeypatch, size=None) is None  # as in a folder of images
     assert said(monkeypatch, model={"name": "unet1d"}) is None
     assert said(monkeypatch, model=UNET64 | {"num_head_channels": 7}) is None  # said elsewhere
+
+
+def test_a_run_that_is_short_on_any_cpu_measures_nothing(monkeypatch):
+    small = UNET64 | {"model_channels": 32, "channel_mult": [1], "num_res_blocks": 1}
+    assert said(monkeypatch, model=small, size=8, steps=2, batch_size=4, rate=None) is None
+    with pytest.raises(TypeError):
+        said(monkeypatch, rate=None)
 
 
 def test_a_rate_is_measured_in_a_moment():
