@@ -275,7 +275,7 @@ class TwoBiases(nn.Module):
 
 def test_gradients_add_up_over_calls():
     """autograd keeps the first gradient as it is and adds the next in place, so what two parameters
-    have in common would be added to both of them twice."""
+    have in common would be added to both of them twice, and clipped twice."""
     torch.manual_seed(0)
     module, x = TwoBiases(), torch.randn(2, 4, 6, 6)
     expected = copy.deepcopy(module)
@@ -283,6 +283,7 @@ def test_gradients_add_up_over_calls():
     for net in (fast, expected):
         for scale in (1, 2, 3):
             net(scale * x).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
     for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
 
