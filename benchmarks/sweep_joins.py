@@ -7,8 +7,8 @@
     timing=60           seconds after that
     what=norm,upsample
                         norm: a convolution and the norm behind it, as in an evaluation, in parts
-                        that the norm adds (`split`), with the norm in the epilogue (`conv_norm`,
-                        `conv_norm_grid_sync`), or apart, with each kernel of the norm
+                        that the norm adds (`split`), with the norm in the epilogue (`conv_norm`),
+                        or apart, with each kernel of the norm
                         upsample: nearest upsampling and a convolution, on the small image, with
                         filters made anew as in a step (`anew`), with each tile and filters that
                         are there (`kept`), or apart; and their gradients
@@ -30,7 +30,6 @@ from torch import Tensor
 from benchmarks import harness, precompile, stopwatch
 from benchmarks.harness import drawn, drawn_filters
 from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
-from triton_kernels.conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
 from triton_kernels.conv.few import conv_few
 from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
 from triton_kernels.conv.fused_spec import forward_spec
@@ -138,8 +137,6 @@ def _before_a_norm(x: Tensor, weight: Tensor, bias: Tensor, gpu: Device) -> Ways
     for kernel, config in dict.fromkeys(listed(CONV_NORM, normed, gpu, untimed=True)):
         name = " ".join(map(str, ("conv_norm", kernel.name, *config)))
         found[name] = lambda config=config: conv_norm(x, weight, bias, following, config=config)[2]
-    if CONV_NORM_GRID_SYNC.refuse(normed, gpu) is None:
-        found["conv_norm_grid_sync"] = lambda: conv_norm_grid_sync(x, weight, bias, following)[2]
     return found
 
 

@@ -25,7 +25,6 @@ _FAMILIES = {
     "conv fwd": (
         "conv_forward",
         "conv_few",
-        "conv_norm_grid_sync",
         "conv_norm",
         "norm_conv",
         "conv_split",

@@ -15,7 +15,7 @@ Of convolutions some are for sampling alone:
     conv_few     images or tiles are so few that latency is the limit
     conv_split   stores split-K parts, which the norm that follows adds, or `sum_parts`, where whole
                  tiles would leave multiprocessors idle
-    conv_norm, conv_norm_grid_sync, norm_conv   with the norm behind or before it in one launch
+    conv_norm, norm_conv   with the norm behind or before it in one launch
 
 `OPS` are the ops that one launch or several can compute: `diffusion.plan` asks them which it should
 be (`Op.why_apart`).
@@ -35,7 +35,6 @@ from .attention.linear import linear_attention_backward, linear_attention_forwar
 from .attention.projected import PROJECTED, projected_attention
 from .conv.conv2d import conv2d_input_grad
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
-from .conv.conv_norm_grid_sync import CONV_NORM_GRID_SYNC, conv_norm_grid_sync
 from .conv.few import conv_few
 from .conv.fused import conv_forward, conv_input_grad, conv_plain_input_grad
 from .conv.norm_conv import NORM_CONV, norm_conv
@@ -74,7 +73,6 @@ from .resample.op import gather, spread, spread_add
 OPS = {
     op.name: op
     for op in (
-        CONV_NORM_GRID_SYNC,
         CONV_NORM,
         CONV_SPLIT,
         NORM_CONV,

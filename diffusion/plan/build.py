@@ -114,7 +114,7 @@ def plan(
     fuse(graph, backward, tf32[0], kernels)
     graph.check(() if backward is None else backward.seeds.values())
     if kernels is not None and backward is None and _multiplies_low(graph, tf32):
-        join(graph, states_of(module), *kernels, grid_sync=False)
+        join(graph, states_of(module), *kernels)
     if backward is not None:
         sums_together(graph, backward.start, set(backward.grads.values()))
     fewer = casts_together(graph)

@@ -15,7 +15,6 @@ from ..models.conditions import Conditions, Given, as_tables, attended, from_tab
 from ..models.flat_parameters import FlatParameters
 from ..models.unet import UNet
 from ..process.objective import Denoiser
-from ..sampling.serialize import turn
 from .embedding import TOGETHER, EmbeddingLayers
 from .evaluation import Evaluation
 from .launch.table import filters, launcher_of
@@ -25,7 +24,6 @@ from .step.network import TrainingUNet, step_kernels
 _TABLE_BYTES = 2**29  # of the embedding's table, at most; beyond it is computed in every step
 
 log = logging.getLogger(__name__)
-_empty = torch.empty  # tests put a function here that returns other numbers
 
 
 def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
@@ -46,11 +44,6 @@ def sampling_network(model: nn.Module) -> "Denoiser | InferenceUNet":
 class InferenceUNet:
     """A `UNet` as a TabulatedDenoiser (see `chain`), without gradients. The first evaluation of
     images of a shape traces and plans it.
-
-    From eight images on there are launches whose programs wait for one another, of which two may
-    not be under way at once: evaluations, and replays of chains, take turns (`turn`). Whoever
-    captures evaluations in other graphs has to replay those in turns, too. Other processes do not
-    matter.
     """
 
     def __init__(self, model: UNet, kernels: ModuleType | SimpleNamespace) -> None:
@@ -131,31 +124,25 @@ class InferenceUNet:
         first, *given = tables
         table = (first, row, *given) if first.ndim == 3 else ()
         evaluation = self._evaluation(x, *context[:1])
-        with turn(x.device):
-            image, emb, cleared = self._begin(x, evaluation, *table)
-            if not table:
-                emb = self.embedding(first[row.expand(len(x))], from_tables(given), None, 0)
-            given = image, emb.expand(len(x), -1), *context, cleared
-            return evaluation(dict(zip(evaluation.inputs, given, strict=True)))
+        image, emb = self._begin(x, evaluation, *table)
+        if not table:
+            emb = self.embedding(first[row.expand(len(x))], from_tables(given), None, 0)
+        given = image, emb.expand(len(x), -1), *context
+        return evaluation(dict(zip(evaluation.inputs, given, strict=True)))
 
     @torch.no_grad()
     def __call__(self, x: Tensor, t: Tensor, labels: Given = None) -> Tensor:
         """As `UNet.forward_nhwc`."""
         context = self._tabulate_context(parts_of(labels))
         evaluation = self._evaluation(x, *context[:1])
-        with turn(x.device):
-            image, _, cleared = self._begin(x, evaluation)
-            given = image, self.embedding(t, labels, None, 0), *context, cleared
-            return evaluation(dict(zip(evaluation.inputs, given, strict=True)))
+        image, _ = self._begin(x, evaluation)
+        given = image, self.embedding(t, labels, None, 0), *context
+        return evaluation(dict(zip(evaluation.inputs, given, strict=True)))
 
     def _begin(self, x: Tensor, evaluation: Evaluation, *table: Tensor) -> tuple:
-        """The image as the plan takes it, a row of the table, and words that are zero: one launch,
-        before anything that waits for one of those words."""
-        image, *_, zeros = evaluation.inputs
-        (words,) = zeros.shape
-        cleared = _empty(words, dtype=torch.int64, device=x.device) if words else None
-        made = self.kernels.begin_step(x, image.shape[3], image.dtype, *table, cleared=cleared)
-        return *made, cleared
+        """The image as the plan takes it, and a row of the table: one launch."""
+        image = evaluation.inputs[0]
+        return self.kernels.begin_step(x, image.shape[3], image.dtype, *table)
 
     def _evaluation(self, x: Tensor, mask: Tensor | None = None) -> Evaluation:
         tokens = 0 if mask is None else mask.shape[1]

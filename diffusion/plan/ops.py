@@ -90,7 +90,6 @@ JOINED = {
     "norm_of_sums": "norm without a table",
     "norm_upsampled": "the same of upsample(x0) beside x1, and perhaps upsample(x0)",
     "conv_norm": "conv_fused, and the norm of it, beside another tensor perhaps",
-    "conv_norm_grid_sync": "the same of larger images, by programs that wait for one another",
     "norm_conv": "conv_fused of norm(x)",
     "upsampled_filters": "sums of taps that multiply a small image, and filters of the others",
     "conv_of_upsampled": "conv(upsample(x)), on x",

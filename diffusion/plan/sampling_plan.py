@@ -32,8 +32,7 @@ def sampling_plan(
 
     - the image [N, H, W, C], as it is multiplied, with zeros behind its channels,
     - every block's projection of the embedding, float32 [N, E],
-    - of a network with a context the mask of its tokens, and keys and values of each block,
-    - int64 words that are zero, through which programs synchronise: none, if none does."""
+    - of a network with a context the mask of its tokens, and keys and values of each block."""
 
     def forward(x: Tensor, t: Tensor, *given: Tensor | None) -> Tensor:
         labels, vector, context, present = given
@@ -64,7 +63,6 @@ def sampling_plan(
     tf32 = model.backend.allow_tf32 or model.backend.dtype != torch.float32
     join(graph, states_of(model), kernels, gpu, tf32=tf32)
     round_where_made(graph, kernels)
-    graph.inputs.append(_zeros(graph))
     graph.check()
     for node in graph.nodes:
         node.tf32 = tf32
@@ -109,16 +107,3 @@ def context_blocks(model: UNet) -> list[str]:
     """The names of those that attend to a context, in order."""
     found = model.named_modules()
     return [name for name, module in found if isinstance(module, CrossAttentionBlock)]
-
-
-def _zeros(graph: Graph) -> Value:
-    """Words for every launch whose programs synchronise, side by side."""
-    taken, nodes = 0, [node for node in graph.nodes if "count" in node.attrs]
-    for node in nodes:
-        count = node.attrs.pop("count")
-        node.attrs["words"] = (taken, taken + count)
-        taken += count
-    zeros = graph.value("zeros", (taken,), torch.int64)
-    for node in nodes:
-        node.inputs["zeros"] = zeros
-    return zeros

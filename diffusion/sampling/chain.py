@@ -17,7 +17,6 @@ from triton_kernels.runtime.dependent_launch import dependent_launches
 from ..models.conditions import Given, as_tables, from_tables
 from ..process.objective import Denoiser
 from ..runtime.cuda_graph import captured
-from .serialize import turn
 
 SHARED = 50  # steps that a graph has at most
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
@@ -184,8 +183,7 @@ class Chain:
             old.copy_(new)
         shared = len(self.rows)
         for done in range(shared, self.num_steps + 1, shared):
-            with turn(self.x.device):
-                self.graph.replay()
+            self.graph.replay()
             if progress is not None:
                 progress(done, self.num_steps)
         return self.x.clone()

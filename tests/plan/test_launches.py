@@ -49,7 +49,7 @@ def found():
 
 
 @pytest.mark.parametrize(
-    ("batch", "launches"), [("1", 138), ("16", 95), ("tf32", 148), ("fp32", 172)]
+    ("batch", "launches"), [("1", 138), ("16", 104), ("tf32", 148), ("fp32", 172)]
 )
 def test_number_of_launches(found, batch, launches):
     """Without what depends on parameters or timesteps alone, and the first: it makes the image."""
@@ -58,13 +58,12 @@ def test_number_of_launches(found, batch, launches):
 
 def test_ops_of_an_evaluation_of_sixteen_images(found):
     expected = {
-        "conv_few": 19,
-        "conv_norm_grid_sync": 14,
+        "conv_few": 33,
         "conv_norm": 14,
         "conv_upsampled": 3,
         "moments": 2,
         "norm_conv": 7,
-        "norm_of_sums": 15,
+        "norm_of_sums": 24,
         "norm_upsampled": 3,
         "norm_single_cta": 3,
         "projected_attention": 11,
@@ -76,8 +75,8 @@ def test_ops_of_an_evaluation_of_sixteen_images(found):
 
 
 def test_a_residual_block(found):
-    """Of large images the norms are made by the convolutions that read them, of small ones by those
-    that write what they read; of one image they add the parts of a convolution."""
+    """Of large images the norms are made by the convolutions that read them, of the smallest by
+    those that write what they read; of one image they add the parts of a convolution."""
 
     def block(batch, name):
         return [row for row in found[batch]["blocks"] if row[1].startswith(name)]
@@ -85,12 +84,9 @@ def test_a_residual_block(found):
     assert [row[0] for row in block("16", "input_blocks.1.0")] == ["norm_conv", "norm_conv"]
     # behind an attention
     ops = [row[0] for row in block("16", "input_blocks.8.0")]
-    assert ops == ["norm_of_sums", "conv_norm_grid_sync", "conv_norm_grid_sync"]
+    assert ops == ["norm_of_sums", "conv_few"] * 2
     ops = [row[0] for row in block("16", "input_blocks.11.0")]
     assert ops == ["norm_of_sums", "conv_norm", "conv_norm"]
-    # before an average pool there is no norm
-    ops = [row[0] for row in block("16", "input_blocks.5.0")]
-    assert ops == ["conv_norm_grid_sync", "conv_few"]
     ops = [row[0] for row in block("1", "input_blocks.1.0")]
     assert ops == ["norm_of_sums", "conv_few", "norm_of_sums", "conv_few"]
     ops = [row[0] for row in block("1", "input_blocks.10.0")]

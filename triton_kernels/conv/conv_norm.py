@@ -8,7 +8,7 @@ group has 2, 4, 8 or 16. So the epilogue has in its registers all that the norm 
 launch that would read y again is spared; y itself is only written if somebody else reads it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,8 +96,6 @@ def conv_norm(
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
     extra_bias: Tensor | None = None,  # float32 [CO]
     x2: Tensor | None = None,  # [N, H, W, C2], dtype of x
-    op: Op = CONV_NORM,  # that the kernel is of
-    zeros: Callable[[int, torch.device], Tensor] | None = None,  # of `conv_norm_grid_sync`
     config: tile_mma.TileMma | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """y [N, H, W, CO], or None if it is not kept; its partials [N, K, 2, CO] if they are wanted;
@@ -110,31 +108,23 @@ def conv_norm(
     assert norm.weight.is_contiguous() and norm.bias.is_contiguous()
     if config is None and n:
         terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        terms |= {"x2": x2, "op": op, "zeros": zeros and new_zeros}
 
         def run(c: tile_mma.TileMma) -> Tensor:
-            return conv_norm(x, weight, bias, norm, **terms, config=c)[2]
+            return conv_norm(x, weight, bias, norm, **terms, x2=x2, config=c)[2]
 
         added = {"emb": emb is not None, "residual": residual is not None, "keep": norm.keep}
         added |= {"groups": norm.num_groups, "beside": c - co}
         spec = forward_spec(x, weight, extra=[other for other, _ in extra], **added)
-        config = select(op, spec, describe(x.device), run).config
-    tiles = h // tile_mma.cut(config.block_m, h, w)[0] if n and zeros else 1  # of an image
+        config = select(CONV_NORM, spec, describe(x.device), run).config
     a = _empty((n, h, w, c), dtype=x.dtype, device=x.device)
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device) if norm.keep else None
-    sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device) if norm.stats else None
+    sums = _empty((n, 1, 2, co), dtype=torch.float32, device=x.device) if norm.stats else None
     if n == 0:
         return y, sums, a
-    slots = zeros(n * co * tiles, x.device).view(n, co, tiles) if zeros else None
     group = c // norm.num_groups
-    normed = NormOfResult(a, *norm[:2], norm.eps, norm.activation, group, norm.keep, x2, slots)
+    normed = NormOfResult(a, *norm[:2], norm.eps, norm.activation, group, norm.keep, x2)
     beside = () if residual is None else (residual,)
     out = a if y is None else y
     given = Operands(x, weight, out, bias, sums, beside, extra, extra_bias, emb)
     tile_mma.launch(config, given, normed)
     return y, sums, a
-
-
-def new_zeros(count: int, device: torch.device) -> Tensor:
-    """So many int64."""
-    return torch.zeros(count, dtype=torch.int64, device=device)

@@ -1,6 +1,5 @@
 """What a step of the reverse process starts from, in one launch: the image as the stem's
-convolution wants it, and the embedding's row of this step out of a table of all of them; and
-memory that is to be zero in this step.
+convolution wants it, and the embedding's row of this step out of a table of all of them.
 
     image[n, p, c] = x[n, p, c] where c < C, else 0
     emb[n, e]      = table[row, index[n], e]
@@ -28,12 +27,9 @@ def _begin_step_kernel(
     row_ptr,  # int64 [1]
     index_ptr,  # int64 [N] or None: emb has a row for every u
     emb_ptr,  # float32 [N or U, E], out
-    cleared_ptr,  # int64 [cleared], out, or None
     elements,  # of image
     emb_elements,
-    cleared,
     image_programs,
-    emb_programs,
     U,
     E,
     C: tl.constexpr,
@@ -50,10 +46,6 @@ def _begin_step_kernel(
         x = tl.load(x_ptr + offs // CP * C + channel, mask=mask, other=0.0)
         image = as_operand(x, image_ptr.dtype.element_ty, TF32)
         tl.store(image_ptr + offs, image, mask=offs < elements)
-    elif pid >= image_programs + emb_programs:
-        offs = (pid - image_programs - emb_programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        if cleared_ptr is not None:
-            tl.store(cleared_ptr + offs, tl.zeros([BLOCK], tl.int64), mask=offs < cleared)
     elif table_ptr is not None:
         offs_e = (pid - image_programs) * BLOCK + tl.arange(0, BLOCK)
         mask_e = offs_e < emb_elements
@@ -72,7 +64,6 @@ def begin_step(
     table: Tensor | None = None,  # float32 [K, U, E]
     row: Tensor | None = None,  # int64 [1], on the device; it must be within [0, K)
     index: Tensor | None = None,  # int64 [N], each within [0, U); None: all of them
-    cleared: Tensor | None = None,  # int64 [any], becomes zeros
     tf32: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, channels]; float32 [N or U, E]
     """(x with zeros behind its channels, table[row, index]); an image in float32 is rounded to TF32
@@ -89,13 +80,11 @@ def begin_step(
         emb = _empty((rows if index is None else n, width), dtype=torch.float32, device=x.device)
     programs = triton.cdiv(image.numel(), _BLOCK)
     emb_elements = 0 if emb is None else emb.numel()
-    emb_programs = triton.cdiv(emb_elements, _BLOCK)
-    words = 0 if cleared is None else cleared.numel()
-    grid = programs + emb_programs + triton.cdiv(words, _BLOCK)
+    grid = programs + triton.cdiv(emb_elements, _BLOCK)
     if grid:
         _begin_step_kernel[(grid,)](
-            x, image, table, row, index, emb, cleared, image.numel(), emb_elements, words, programs,
-            emb_programs, rows, width, c, channels, tf32, _BLOCK, num_warps=4,
+            x, image, table, row, index, emb, image.numel(), emb_elements, programs, rows, width, c,
+            channels, tf32, _BLOCK, num_warps=4,
             **overlapping(x.device, x[..., 0].numel()),
         )  # fmt: skip
     return image, emb

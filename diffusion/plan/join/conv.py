@@ -8,8 +8,6 @@ from .resample import of_upsampled
 from .state import TERMS, Joining, norm_attrs, norm_inputs
 
 _NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
-_GRID_SYNC_PIXELS = 1024  # the same, of at least so many images
-_GRID_SYNC_IMAGES = 8
 
 
 def linear(j: Joining, node: Node) -> None:
@@ -110,28 +108,20 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
     pixels = h * w
     spec = j.spec(node, x, groups=groups, beside=second)
     keep = j.others_read(y, norm)
-    if not splits and pixels <= _NORM_NEXT_PIXELS:
-        op, stats = "conv_norm", keep and not j.reads_whole(2 * n * pixels * co, pixels)
-        fits = j.joins("conv_norm", spec)
-    elif not splits and n >= _GRID_SYNC_IMAGES and pixels <= _GRID_SYNC_PIXELS:
-        op, stats = "conv_norm_grid_sync", keep
-        fits = j.grid_sync and x2 is None and j.joins("conv_norm_grid_sync", spec)
-    else:
-        return False
-    if not fits:
+    if splits or pixels > _NORM_NEXT_PIXELS or not j.joins("conv_norm", spec):
         return False
     j.need(x2)
     affine = {f"norm_{role}": norm.inputs[role] for role in ("weight", "bias")}
     outputs = {"a": norm.out}
     if keep:
         outputs["y"] = y
-    if stats:
+    if keep and not j.reads_whole(2 * n * pixels * co, pixels):
         outputs["partials"] = node.outputs["partials"]
     elif keep:
         j.measured[node.outputs["partials"]] = y
     attrs = norm_attrs(norm)
-    j.emit(op, {**node.inputs, **affine, "x2": x2}, outputs, node, **attrs)
-    j.graph.reason(norm.out, f"a norm in the launch of its convolution ({op})")
+    j.emit("conv_norm", {**node.inputs, **affine, "x2": x2}, outputs, node, **attrs)
+    j.graph.reason(norm.out, "a norm in the launch of its convolution")
     j.done.add(norm)
     return True
 

@@ -8,8 +8,7 @@ keeps busy. `join` visits the nodes of a forward pass in order and turns
                                     an image in registers, or `norm_of_sums`: one launch each
     a convolution of few tiles,     into `conv_split`, split-K over all multiprocessors; the norm
     of stride 2 too                 that reads it adds the parts, else `sum_parts`, `resample_parts`
-    conv, norm of few pixels        into `conv_norm`; for more images `conv_norm_grid_sync`, whose
-                                    programs wait for one another
+    conv, norm of few pixels        into `conv_norm`
     conv to q, k, v; attention      into `projected_attention`; for many images with the norm before
     norm, conv of large images      into `norm_conv`
     upsample, conv                  into `conv_of_upsampled`, which computes on the small image
@@ -52,18 +51,16 @@ def join(
     parameters: dict[str, Tensor],
     kernels: ModuleType,  # `triton_kernels.fused_ops` or its reference
     gpu: Device,
-    grid_sync: bool = True,  # whether programs of a launch may wait for one another
     tf32: bool = True,  # whether float32 is multiplied in TF32
 ) -> None:
-    """Rewrite a forward pass in place, after `fuse`. The nodes are then launches on one stream;
-    with `grid_sync` no other evaluation may run on the GPU at the same time."""
+    """Rewrite a forward pass in place, after `fuse`. The nodes are then launches on one stream."""
     first = graph.fixed(graph.nodes)  # any node may look at its filters,
     for node in graph.nodes:  # and at parts of what there is
         if node.op == "columns" and node.inputs["x"] in graph.inputs:
             first[node] = None
     graph.nodes = [*first, *(node for node in graph.nodes if node not in first)]
     with nothing_launched(gpu):
-        joining = Joining(graph, parameters, kernels, gpu, grid_sync, tf32)
+        joining = Joining(graph, parameters, kernels, gpu, tf32)
         for node in graph.nodes:
             if node not in joining.done:
                 RULES.get(node.op, Joining.other)(joining, node)

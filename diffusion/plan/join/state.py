@@ -29,11 +29,9 @@ class Joining:
         parameters: dict[str, Tensor],
         kernels: ModuleType,
         gpu: Device,
-        grid_sync: bool,
         tf32: bool,
     ) -> None:
-        self.graph, self.k, self.gpu, self.grid_sync = graph, kernels, gpu, grid_sync
-        self.tf32 = tf32
+        self.graph, self.k, self.gpu, self.tf32 = graph, kernels, gpu, tf32
         self.consumers = graph.consumers()
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.dry = DryRun(graph, parameters, launcher_of(kernels))

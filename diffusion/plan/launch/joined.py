@@ -107,30 +107,6 @@ def _conv_norm(run, node, given):
     return {"a": a, "y": y, "partials": partials}
 
 
-@launches("conv_norm_grid_sync")
-def _conv_norm_grid_sync(run, node, given):
-    """Its programs synchronise through zeroed words of `zeros`. Their number is known from a dry
-    run, where there are none yet."""
-    taken = []
-
-    def take(count: int, device: torch.device) -> Tensor:
-        taken.append(count)
-        if "words" not in node.attrs:
-            return torch.zeros(count, dtype=torch.int64, device=device)
-        start, stop = node.attrs["words"]
-        assert len(taken) == 1 and stop - start == count
-        return given["zeros"][start:stop]
-
-    then = _next_norm(node, given)
-    options = {"x2": given["x2"]} if "x2" in given else {}
-    y, partials, a = run.kernels.conv_norm_grid_sync(
-        *_conv(given), then, **terms(given), **options, zeros=take
-    )
-    if "words" not in node.attrs:
-        node.attrs["count"] = sum(taken)
-    return {"a": a, "y": y, "partials": partials}
-
-
 @launches("norm_conv")
 def _norm_conv(run, node, given):
     x, *weight = _conv(given)

@@ -11,7 +11,7 @@ INPUT_GRADS = (
 
 _PRODUCTS = (  # which multiply each pixel with all filters
     *INPUT_GRADS, "conv", "linear", "conv_fused", "conv_down", "conv_few", "conv_split",
-    "conv_norm", "conv_norm_grid_sync", "norm_conv",
+    "conv_norm", "norm_conv",
     "projected_attention", "head", "project",
 )  # fmt: skip
 

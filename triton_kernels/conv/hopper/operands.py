@@ -40,13 +40,6 @@ class NormOfResult(NamedTuple):
     channels: int  # of a group
     keep: bool  # whether y is to be written
     x2: Tensor | None = None  # [N, H, W, C2] beside y, so that a has C + C2 channels
-    slots: Tensor | None = None  # zeros, int64 [N, C, tiles of an image], for their exchange
-
-    @property
-    def activation_name(self) -> str:
-        """The activation for `activate_affine`, rounded where tiles exchange sums."""
-        name = self.activation
-        return name if self.slots is None else rounded_grad(name, self.a.dtype)
 
     @property
     def second(self) -> int:

@@ -90,7 +90,7 @@ def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:
 def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = None) -> None:
     """The convolution, or its input gradient, with one of `configs`: that of the convolution alone,
     without terms, if the activation is "identity" and there is no table; or the convolution and
-    the norm of it, if a tile is whole images, or tiles of an image meet (`epilogue_grid_sync`)."""
+    the norm of it, if a tile is whole images."""
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     device = describe(operands.x.device)
@@ -101,24 +101,17 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     overlap = overlapping(operands.x.device, 0)
     assert operands.partials is None or operands.partials.shape[1] == tiles
     read, written = (partial(in_rows, rows=r, images=images, width=width) for r in (2, rows))
-    vectors, then, second, of_image = (None,) * 6, (operands.activation_name, 1, True), 0, 1
+    vectors, then, second = (None,) * 5, (operands.activation_name, 1, True), 0
     kept, factor = None, 1.0
     if operands.mask is not None:
         kept, factor = operands.mask.words, 1 / (1 - operands.mask.p)
         assert kept.shape == (n, h, w, -(-c // WORD))
     if normed is not None:
-        assert width == w
+        assert (rows, width) == (h, w)
         second = normed.second
         x2 = None if normed.x2 is None else written(normed.x2)
-        if normed.slots is None:
-            assert rows == h
-        else:
-            of_image = tiles
-            assert images == 1 and normed.slots.shape == (n, c, of_image) and x2 is None
-            # or they would wait for one another for ever
-            assert of_image * (c // 64) <= device.num_sms
-        vectors = written(normed.a), x2, normed.weight, normed.bias, normed.slots, normed.eps
-        then = normed.activation_name, normed.channels, normed.keep
+        vectors = written(normed.a), x2, normed.weight, normed.bias, normed.eps
+        then = normed.activation, normed.channels, normed.keep
         count += -(-n // images) * (second // 64)
     act, group, keep = then
     ragged = any(x % 64 for x in (k, c, *operands.extra_channels))
@@ -148,7 +141,6 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         OVERLAP=bool(overlap),
         CG=group,
         KEEP=keep,
-        TILES=of_image,
         num_warps=4,
         **overlap,
     )

@@ -188,7 +188,6 @@ def conv_tile_mma_kernel(
     x2_desc,  # [H, N, W, CX2] in such boxes, or None
     norm_weight_ptr,  # [C + CX2] of that norm
     norm_bias_ptr,
-    slots_ptr,  # zeros, int64 [N, C, TILES], or None: tiles are whole images and groups
     eps,
     kept_ptr,  # int64 [N, H, W, words]: which channels of dz dropout has kept; or None
     factor,  # of what is kept
@@ -215,7 +214,6 @@ def conv_tile_mma_kernel(
     OVERLAP: gl.constexpr,  # the launch in front may still be under way
     CG: gl.constexpr,  # channels of a group of the norm
     KEEP: gl.constexpr,  # whether y is to be written
-    TILES: gl.constexpr,  # of an image, if there are slots
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
@@ -252,9 +250,7 @@ def conv_tile_mma_kernel(
     beside = Beside(beside1_desc, beside2_desc, beside_full, border, STRADDLING)
     dropout = Dropout(kept_ptr, factor)
     results = Results(y_desc, partial_ptr, KEEP)
-    norm = ThenNorm(
-        a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, slots_ptr, eps, CX2, CG, TILES, ACT
-    )
+    norm = ThenNorm(a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, eps, CX2, CG, ACT)
     launch_roles(
         multiply_tiles, (
             blocks, tiles, turns, stages, terms, beside, dropout, results, norm, products, OVERLAP,

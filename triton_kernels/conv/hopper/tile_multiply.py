@@ -16,7 +16,6 @@ from ...activations import activate_affine
 from ...hopper.compat import aggregate, reinterpret, sync_threads, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
-from .epilogue_grid_sync import leave_sums, norm_of_image
 from .epilogue_norm import norm_of_tile
 from .tile_epilogue import (
     Beside,
@@ -73,11 +72,9 @@ class ThenNorm:
     x2_desc: gl.tensor
     weight_ptr: gl.tensor
     bias_ptr: gl.tensor
-    slots_ptr: gl.tensor
     eps: gl.tensor
     CX2: gl.tensor
     CG: gl.constexpr
-    TILES: gl.constexpr
     ACT: gl.constexpr
 
 
@@ -180,29 +177,20 @@ def multiply_tiles(
         if BOTH:
             sync_threads()
             blocks.x.release(last)
-        if norm.slots_ptr is not None:
-            second = squares_about_mean(rounded, total, second, PIECES)
-            leave_sums(norm.slots_ptr, n0, of_image, offs, C, total, second, norm.TILES)
         if results.KEEP:
             fence_async_shared()
             results.store(out, tiles, n0, h0, w0, c0, parity, C)
         if norm.a_desc is not None:
-            if norm.slots_ptr is None:
-                mean, scale, shift = norm_of_tile(
-                    rounded, total, norm_weight, norm_bias, norm.eps, PIECES, norm.CG, ROWS * W
-                )
-            else:
-                mean, scale, shift = norm_of_image(
-                    norm.slots_ptr, n0, c0, C, norm_weight, norm_bias, norm.eps, norm.TILES,
-                    norm.CG, PIXELS,
-                )  # fmt: skip
+            mean, scale, shift = norm_of_tile(
+                rounded, total, norm_weight, norm_bias, norm.eps, PIECES, norm.CG, ROWS * W
+            )
             tma.store_wait(0)  # of y, where a goes
             sync_threads()
             _store_normed(
                 norm, stage_buf, pieces, rounded, mean, scale, shift, h0, n0, c0, PART, W, PIECES
             )
         if results.partial_ptr is not None:
-            if not DGRAD and norm.slots_ptr is None:
+            if not DGRAD:
                 second = squares_about_mean(rounded, total, second, PIECES)
             row = tiles.row(image, of_image, parity)
             store_sums(results.partial_ptr, row, C, offs, valid, total, second)

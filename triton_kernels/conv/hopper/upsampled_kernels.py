@@ -223,7 +223,7 @@ def conv_parity_kernel(
     beside = Beside(beside_desc, None, beside_full, None, False)
     results = Results(y_desc, partial_ptr, True)
     products = _Products(K1, K2, x_desc is not None, DGRAD)
-    no_norm = ThenNorm(None, None, None, None, None, None, None, 1, 1, None)
+    no_norm = ThenNorm(None, None, None, None, None, None, 1, None)
     launch_roles(
         multiply_tiles, (
             blocks, tiles, turns, stages, terms, beside, Dropout(None, None), results, no_norm,

@@ -35,7 +35,7 @@ from .conv import (
     conv_weight_grad,
     conv_weight_grads,
 )
-from .conv_and_norm import conv_norm, conv_norm_grid_sync, norm_conv
+from .conv_and_norm import conv_norm, norm_conv
 from .gated import gated_backward, gated_forward
 from .inputs import begin_step, pad_channels, sinusoids
 from .joined import OPS, SMALL_NORM

@@ -9,11 +9,6 @@ from .norms import apply, norm_table
 from .resample import upsample
 
 
-def conv_norm_grid_sync(x, weight, bias, norm, *, zeros=None, **terms):
-    """As `conv_norm`."""
-    return conv_norm(x, weight, bias, norm, **terms)
-
-
 def conv_norm(x, weight, bias, norm, *, x2=None, **terms):
     """(what `conv_forward` returns, or None if it is not kept; its partials if they are wanted;
     act(norm(.)) of it beside x2)"""

@@ -17,11 +17,9 @@ def pad_channels(x, width, dtype, *, tf32=False):
     return operand(F.pad(x, (0, width - x.shape[-1])).to(dtype), tf32)
 
 
-def begin_step(x, channels, dtype, table=None, row=None, index=None, cleared=None, tf32=False):
-    """(x with zeros behind its channels up to so many, table[row, index]); `cleared` is zeros. With
-    `tf32` the image is rounded to TF32."""
-    if cleared is not None:
-        cleared.zero_()
+def begin_step(x, channels, dtype, table=None, row=None, index=None, tf32=False):
+    """(x with zeros behind its channels up to so many, table[row, index]). With `tf32` the image is
+    rounded to TF32."""
     image = operand(F.pad(x, [0, channels - x.shape[3]]).to(dtype), tf32)
     if table is None:
         return image, None

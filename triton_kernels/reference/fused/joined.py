@@ -17,7 +17,6 @@ def _op(name: str, fits: Callable[[Spec], bool]) -> Op:
 
 
 _FITS = {
-    "conv_norm_grid_sync": lambda s: s.h * s.w <= 384,
     "conv_norm": lambda s: s.h * s.w <= 96,
     "conv_split": lambda s: math.prod(s.size) <= 24,
     # few channels; of what is added and upsampled on the way, to few channels
