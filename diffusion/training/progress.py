@@ -62,9 +62,15 @@ def progress_line(row: dict[str, Any], steps: int, batch_size: int, noun: str) -
     rate = row["images_per_s"]
     left = (steps - row["step"]) * batch_size / rate
     return (
-        f"step {row['step']}/{steps}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:.3f}"
+        f"step {row['step']}/{steps}  loss {in_digits(row['loss'], 4)}"
+        f"  grad norm {in_digits(row['grad_norm'], 3)}"
         f"  {rate:.{0 if rate >= 10 else 1}f} {noun}/s  ETA {duration(left)}"
     )
+
+
+def in_digits(value: float, digits: int) -> str:
+    """With so many behind the point; of a run that diverges in another notation."""
+    return f"{value:.{digits}f}" if abs(value) < 10**digits else f"{value:.{digits}g}"
 
 
 def is_finite(values: Tensor) -> bool:

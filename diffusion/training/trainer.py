@@ -23,7 +23,7 @@ from ..sampling.quality import check_metrics
 from ..tracking.run_log import Preview, RunLog
 from ..tracking.tracker import Tracker, check_tracker
 from .held_out_loss import Losses
-from .progress import Interval, is_finite, progress_line
+from .progress import Interval, in_digits, is_finite, progress_line
 from .train_step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -172,7 +172,8 @@ class Trainer:
                     run_log.row(row)
                 if done % s.log_every == 0:  # or it is the last one, and a longer run has none here
                     interval.restart(done, row["skipped_steps"])
-                bar.set_postfix_str(f"loss {loss:.4f}, {row['images_per_s']:.0f} {self.noun}/s")
+                said = f"loss {in_digits(loss, 4)}, {row['images_per_s']:.0f} {self.noun}/s"
+                bar.set_postfix_str(said)
                 if bar.disable and self.processes.is_first:
                     print(progress_line(row, s.steps, s.batch_size, self.noun), flush=True)
                 if interval.bad_steps >= _PATIENCE:

@@ -159,6 +159,15 @@ def test_a_row_shows_the_rate_and_what_is_left(rate, words):
     assert words in progress_line(row, 12, 8, "images")
 
 
+@pytest.mark.parametrize(
+    ("loss", "norm", "words"),
+    [(0.5, 1.0, "loss 0.5000  grad norm 1.000 "), (1.6e20, 5e7, "loss 1.6e+20  grad norm 5e+07 ")],
+)
+def test_a_row_of_a_run_that_diverges_is_short(loss, norm, words):
+    row = {"step": 2, "images": 16, "loss": loss, "grad_norm": norm, "images_per_s": 1.0}
+    assert words in progress_line(row, 12, 8, "images")
+
+
 def test_a_run_that_takes_days_is_said_to(monkeypatch):
     line = said(monkeypatch, steps=100_000)
     assert "a step will take about" in line and " days; experiment=demo takes minutes" in line
