@@ -21,6 +21,7 @@ from .records import DEPENDS_ON, Record, check_comparable, differences, record_o
 from .report_page import page
 
 _JOB = "job.json"  # what a sweep writes of each job
+_FAILED = "failed"  # the state of such a job
 _WHERE = ("run_dir", "device")  # it was trained, and not what
 # of an evaluation: beside kid and isc their deviations are not shown
 EVALUATED = ("fid", "kid", "isc", "precision", "recall", "held_out")
@@ -121,8 +122,12 @@ def _write(
     said = "".join(f"\n{note}\n" for note in notes)
     md = f"{text}{said}\n![Losses of the runs over their steps](<{picture.name}>)\n"
     write_whole(out, md if out.suffix == ".md" else _as_csv(rows))
-    pairs = zip(rows, runs, strict=True)
-    draw_loss_curves({row["run"]: _losses(run.folder) for row, run in pairs}, picture)
+    curves = {  # one that has diverged would leave the others no height; the table says why
+        row["run"]: _losses(run.folder)
+        for row, run in zip(rows, runs, strict=True)
+        if not run.state.startswith(_FAILED)
+    }
+    draw_loss_curves(curves, picture)
     print(f"{out} and {picture.name}")
 
 
@@ -280,8 +285,8 @@ def _job(folder: Path) -> dict[str, Any]:
 
 def _state(job: dict[str, Any]) -> str:
     state = str(job.get("state", ""))
-    if state == "failed":
-        return f"failed: {job.get('error')}"
+    if state == _FAILED:  # why, without what is to be done about it
+        return f"{_FAILED}: {str(job.get('error')).partition(';')[0]}"
     return "not finished" if state in ("running", "stopped") else state
 
 

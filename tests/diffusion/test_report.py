@@ -202,16 +202,19 @@ def test_wrong_settings(sweep, tmp_path, monkeypatch, options, words):
         report({"runs": str(sweep)} | options)
 
 
-def test_jobs_of_a_sweep_that_failed_stand_in_it(sweep, capsys):
+def test_jobs_of_a_sweep_that_failed_stand_in_it(sweep, tmp_path, monkeypatch, capsys):
     """Also those that failed before they were a run."""
     for name, job in (
         ("0", {"state": "done"}),
         ("1", {"state": "running", "settings": {}}),
-        ("3", {"state": "failed", "error": "a | b", "settings": {"optim": {"lr": -1}}}),
+        ("3", {"state": "failed", "error": "a | b; try c", "settings": {"optim": {"lr": -1}}}),
     ):
         (sweep / name).mkdir(exist_ok=True)
         (sweep / name / "job.json").write_text(json.dumps(job))
-    rows = report({"runs": str(sweep)})
+    drawn = {}
+    monkeypatch.setattr(report_module, "draw_loss_curves", lambda curves, out: drawn.update(curves))
+    rows = report({"runs": str(sweep), "out": str(tmp_path / "a.md")})
+    assert list(drawn) == ["0", "1", "2"]
     assert {row["run"]: row["state"] for row in rows} == {
         **{"0": "done", "1": "not finished", "2": "-"},
         "3": "failed: a | b",
