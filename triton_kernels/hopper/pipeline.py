@@ -22,11 +22,11 @@ from .compat import aggregate, sync_threads
 
 
 @gluon.jit
-def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr = 1):
-    """A barrier for each of COUNT things, which waits for so many arrivals."""
+def new_barriers(COUNT: gl.constexpr):
+    """A barrier for each of COUNT things, which waits for one arrival."""
     bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
-        mbarrier.init(bars.index(i), count=ARRIVALS)
+        mbarrier.init(bars.index(i), count=1)
     return bars
 
 

@@ -48,13 +48,10 @@ def new_affine(GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def keep_affine(
-    norm, n, pixels, GROUP: gl.constexpr, K: gl.constexpr, CG: gl.constexpr, weights=None
-):
-    """slope and offset of image n, for a warpgroup. `weights`: those of `load_weights`, if they are
-    there already."""
+def keep_affine(norm, n, pixels, GROUP: gl.constexpr, K: gl.constexpr, CG: gl.constexpr):
+    """slope and offset of image n, for a warpgroup."""
     if norm.table is None:
-        slope, offset = _of_sums(norm, weights, n, pixels, K, CG)
+        slope, offset = _of_sums(norm, n, pixels, K, CG)
     else:
         offs = gl.arange(0, 64, layout=gl.BlockedLayout([1], [32], [4], [0]))
         mean, rstd, g, b = load_table(norm.table, n, offs, 64)
@@ -78,14 +75,7 @@ def _sums_layout():
 
 
 @gluon.jit
-def load_weights(norm):
-    """Weight and bias of the norm."""
-    offs = gl.arange(0, 64, layout=gl.SliceLayout(0, _sums_layout()))
-    return gl.load(norm.weight + offs), gl.load(norm.bias + offs)
-
-
-@gluon.jit
-def _of_sums(norm, weights, n, pixels, K: gl.constexpr, CG: gl.constexpr):
+def _of_sums(norm, n, pixels, K: gl.constexpr, CG: gl.constexpr):
     """Of the sums of K tiles, and of groups of CG channels. The formulas are those of
     `norm.tables`."""
     LAYOUT: gl.constexpr = _sums_layout()
@@ -94,7 +84,7 @@ def _of_sums(norm, weights, n, pixels, K: gl.constexpr, CG: gl.constexpr):
     ptrs = norm.sums + n.to(gl.int64) * (K * 128) + (offs_k * 128)[:, None] + offs[None, :]
     total = gl.load(ptrs)
     within = gl.load(ptrs + 64)
-    g, b = load_weights(norm) if weights is None else weights
+    g, b = gl.load(norm.weight + offs), gl.load(norm.bias + offs)
     if norm.scale is not None:
         gain = 1.0 + gl.load(norm.scale + n.to(gl.int64) * norm.stride_scale + offs)
         g *= gain
