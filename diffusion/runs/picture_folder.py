@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..models.conditions import Conditions, Given
+from ..runtime.progress import Progress
 from ..sampling.edit import Edit
 from ..tracking.pictures import grid
 from ..tracking.run_log import write_whole
@@ -40,11 +41,13 @@ class PictureFolder:
     def begin(self, batches: Sequence[Sequence[int]]) -> int:
         """How many of the batches are there already, by this very drawing; `batches` has the
         numbers of their images, and n and above for those that are not wanted."""
-        self._done = 0
-        for numbers in batches[: self._said()]:
-            if not all(self._is_whole(i) for i in numbers if i < self.n):
-                break
-            self._done += 1
+        self._done, said = 0, batches[: self._said()]
+        with Progress(len(said), unit="batch", what=f"reading {self.out}", leave=False) as progress:
+            for numbers in said:
+                if not all(self._is_whole(i) for i in numbers if i < self.n):
+                    break
+                self._done += 1
+                progress.reach(self._done)
         self._say()
         return self._done
 
