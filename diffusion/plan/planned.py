@@ -134,7 +134,7 @@ def _apart(grads: Sequence[Tensor | None]) -> list[Tensor | None]:
     places: set[int] = set()
     apart = []
     for x in grads:
-        if x is not None and x.numel():
+        if x is not None and x.layout is torch.strided and x.numel():  # others have no place
             known = len(places)
             places.add(x.data_ptr())
             x = x.clone() if len(places) == known else x
