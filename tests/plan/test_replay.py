@@ -12,6 +12,7 @@ from diffusion import accelerate
 from diffusion.plan import planned, replay
 from diffusion.plan.launch.table import launch_kernels, launch_reference
 from tests.plan import imitated_graph
+from tests.plan.runs import RUNS
 from tests.plan.test_fuse_casts import Parts
 
 LAUNCHED = 2  # calls of a plan before it has graphs
@@ -29,22 +30,13 @@ class Small(nn.Module):
         return self.last(self.drop(torch.nn.functional.silu(self.norm(h))))
 
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-
-
-@pytest.fixture(
-    params=[
-        "cpu",
-        pytest.param("interpreter", marks=interpreted),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
-)
+@pytest.fixture(params=RUNS)
 def graphs(request, monkeypatch):
     """(the device, a list that gets an entry for each graph that is replayed). Without a GPU plans
     run on the reference, or by the kernels, whose launches are interpreted."""
     replayed, kind = [], request.param
     if kind != "cuda":
-        launch = launch_reference if kind == "cpu" else launch_kernels
+        launch = launch_reference if kind == "reference" else launch_kernels
         monkeypatch.setattr(planned, "launcher", lambda device: launch)
         monkeypatch.setattr(replay, "launch_kernels", launch)
         monkeypatch.setattr(replay, "_is_ready", lambda tensors: True)

@@ -13,6 +13,7 @@ from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.build import plan
 from diffusion.plan.launch.table import launch_kernels
 from diffusion.plan.moves import nodes_of
+from tests.plan.runs import RUNS, interpreted
 from triton_kernels.reductions import row_sums
 
 
@@ -108,16 +109,7 @@ def test_sums_that_other_rows_wait_for_are_not_among_them():
     close(net, exact(net))
 
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-
-
-@pytest.fixture(
-    params=[
-        "reference",
-        pytest.param("interpreter", marks=interpreted),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
-)
+@pytest.fixture(params=RUNS)
 def launched(request, monkeypatch):
     """The device, of what runs the plan."""
     if request.param == "interpreter":
