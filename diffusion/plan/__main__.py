@@ -191,6 +191,7 @@ def _user_page(given: dict[str, str], gpu: Chip) -> Page:
     if low and not trains:
         network, args = in_bf16(network, args)
     options = {"tf32": (given["precision"] == "tf32",) * 2, "kernels": (fused_ops, gpu.gpu)}
+    options |= {"rounds": True}
     with torch.autocast("cpu", torch.bfloat16, enabled=low and trains):
         made = plan(network.train(trains), args, {}, trains=trains, **options)
     return page(made, gpu, of_call=True)

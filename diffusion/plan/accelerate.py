@@ -18,9 +18,11 @@ from triton_kernels.runtime.device import describe, on_gpu
 from ..models.layers import Layer
 from ..runtime.backend import ready_kernels
 from ..runtime.precompile import compile_recorded, compiles_ahead
+from . import planned
 from .build import Plan, plan, states_of
 from .compile_ahead import launches_of
 from .graph import PlanError
+from .launch.table import launch_kernels
 from .numbers_as_tensors import are_tensors
 from .planned import Planned, evaluate
 from .record.notes import is_recording
@@ -206,6 +208,7 @@ class Accelerated(nn.Module):
         if on_gpu(device) and not exact:
             kernels = fused_ops, describe(device)
         options = {"trains": trains, "of_inputs": of_inputs, "tf32": tf32, "kernels": kernels}
+        options |= {"rounds": planned.launcher(device) is launch_kernels}
         made = plan(self.module, args, kwargs, **options)
         constants = made.graph.constants
         made.graph.constants = {value: x.to(device) for value, x in constants.items()}

@@ -18,6 +18,7 @@ from .join.rules import join
 from .norms import split_norms
 from .ops import FREE
 from .order import backward_moves, forward_moves
+from .rounding import round_operands
 from .schedule import Schedule, schedule
 from .together import casts_together, sums_together
 from .trace import Traced, trace
@@ -102,6 +103,7 @@ def plan(
     # what is launched, and where: for what not every GPU has kernels for; None: without that
     kernels: tuple[ModuleType, Device] | None = None,
     tf32: tuple[bool, bool] = (True, True),  # may convolutions, may other products be in TF32
+    rounds: bool = False,  # round to TF32 what products in it read
 ) -> Plan:
     """The plan of module(*args, **kwargs). PlanError: it has none, and why."""
     traced = trace(module, args, kwargs)
@@ -117,14 +119,16 @@ def plan(
         join(graph, states_of(module), *kernels)
     if backward is not None:
         sums_together(graph, backward.start, set(backward.grads.values()))
-    fewer = casts_together(graph)
     for node in graph.nodes:
         is_image = node.op.startswith("conv") or len(node.out.shape) == 4
         allowed = tf32[0] if is_image and "attention" not in node.op else tf32[1]
         node.tf32 = allowed or not _multiplies_float32(node)
+    start = len(graph.nodes) if backward is None else backward.start
+    if rounds:
+        start = round_operands(graph, start)
+    start -= casts_together(graph)
     if backward is None:
         return evaluated(traced)
-    start = backward.start - fewer
     moves = forward_moves(graph.nodes[:start]), backward_moves(graph.nodes[start:])
     made = schedule(graph, *moves, backward.grads.values())
     graph.nodes = made.nodes

@@ -14,7 +14,10 @@ from diffusion.runtime.backend import TORCH_FP32
 from tests.plan.strangers import Normed
 from tests.plan.test_fuse import OPTIONS
 from tests.products_in_tf32 import ProductsInTF32
+from tests.tensor_cores import tensor_cores_cut_off  # noqa: F401  a fixture
 from triton_kernels.registry.spec import MOST_CHANNELS
+
+pytestmark = pytest.mark.usefixtures("tensor_cores_cut_off")
 
 GROUPS = OPTIONS | {"num_groups": 2}
 FLOAT32_ERROR = 2e-5  # of sums in another order
@@ -23,7 +26,7 @@ FLOAT32_ERROR = 2e-5  # of sums in another order
 def check_errors(found, by_pytorch, tf32):
     """`found`: a result and gradients of ours. `by_pytorch()` gives PyTorch's. In TF32 ours may
     differ from PyTorch's in float32 by twice as much as PyTorch's in TF32."""
-    with torch.backends.cudnn.flags(allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         exact = by_pytorch()
         with ProductsInTF32():
             rounded = by_pytorch()

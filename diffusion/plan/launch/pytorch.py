@@ -2,6 +2,7 @@
 the framework has no kernels of."""
 
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -30,7 +31,6 @@ _FORMULAS: dict[str, Callable[[Node, Inputs], Tensor]] = {
     "detach": lambda _, given: given["x"],
     "rewritten": lambda _, given: given["x"],
     "columns": lambda node, given: given["x"][..., node.attrs["start"] : node.attrs["stop"]],
-    "cast": lambda node, given: given["x"].to(node.out.dtype),
     "embedding": lambda _, given: F.embedding(given["index"], given["weight"]),
 }
 for _op, _formula in _FORMULAS.items():
@@ -97,23 +97,59 @@ def _arith_grad(run, node, given):
 # --- moving numbers -------------------------------------------------------------------------------
 
 
+@by_pytorch("cast")
+def _cast(run, node, given):
+    x = given["x"]
+    if node.rounds and run.rounds:
+        return run.kernels.pad_channels(x.contiguous(), x.shape[-1], x.dtype)
+    return x.to(node.out.dtype)
+
+
 @by_pytorch("casts")
 def _casts(run, node, given):
     """Filters in the order in which kernels read them, whatever the module's is."""
-    made, alike = [], ([], [])
-    for x in given.values():
-        order = torch.channels_last
-        if x.ndim != 4 or x.is_contiguous(memory_format=order):
-            order = torch.preserve_format
-        made.append(torch.empty_like(x, dtype=node.out.dtype, memory_format=order))
-        if order is torch.preserve_format:
-            alike[0].append(made[-1])
-            alike[1].append(x)
-        else:
-            made[-1].copy_(x)
-    if alike[0]:
-        torch._foreach_copy_(*alike)
-    return dict(zip(node.outputs, made, strict=True))
+    xs, dtype = list(given.values()), node.out.dtype
+    orders = [_order_of(x) for x in xs]
+    if not (node.rounds and run.rounds):
+        pairs = zip(xs, orders, strict=True)
+        made = [torch.empty_like(x, dtype=dtype, memory_format=order) for x, order in pairs]
+        _copy(xs, made)
+        return dict(zip(node.outputs, made, strict=True))
+    likes = [
+        torch.empty_like(x, dtype=dtype, memory_format=order, device="meta")
+        for x, order in zip(xs, orders, strict=True)
+    ]
+    rows = sum(-(-x.numel() // _ROW) for x in xs)
+    whole = torch.empty((rows, _ROW), dtype=dtype, device=xs[0].device)
+    _copy(xs, _pieces_of(whole, likes))
+    whole = run.kernels.pad_channels(whole, _ROW, dtype)
+    return dict(zip(node.outputs, _pieces_of(whole, likes), strict=True))
+
+
+# numbers of a row of the memory in which one launch rounds parameters, each of which begins a row
+_ROW = 64
+
+
+def _order_of(x: Tensor) -> torch.memory_format:
+    """That of filters as kernels read them, or of x itself."""
+    as_read = x.ndim != 4 or x.is_contiguous(memory_format=torch.channels_last)
+    return torch.preserve_format if as_read else torch.channels_last
+
+
+def _copy(xs: list[Tensor], made: list[Tensor]) -> None:
+    """Those of one order in few launches."""
+    alike = [x.stride() == y.stride() for x, y in zip(xs, made, strict=True)]
+    for x, y, same in zip(xs, made, alike, strict=True):
+        if not same:
+            y.copy_(x)
+    if any(alike):
+        torch._foreach_copy_(list(compress(made, alike)), list(compress(xs, alike)))
+
+
+def _pieces_of(whole: Tensor, likes: list[Tensor]) -> list[Tensor]:
+    """Its memory as tensors like these, one behind the other."""
+    pieces = whole.split([-(-x.numel() // _ROW) for x in likes])
+    return [p.as_strided(x.shape, x.stride()) for p, x in zip(pieces, likes, strict=True)]
 
 
 @by_pytorch("layout")

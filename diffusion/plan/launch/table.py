@@ -22,6 +22,7 @@ from torch import Tensor
 import triton_kernels
 from triton_kernels import fused_ops, reference
 from triton_kernels.fused_float32 import in_float32
+from triton_kernels.fused_tf32 import in_tf32
 from triton_kernels.noise.dropout import Mask
 from triton_kernels.reductions.row_sums import RowSums, Tables
 from triton_kernels.reference import fused
@@ -81,7 +82,7 @@ class Launcher:
         given.into = {role: values[value] for role, value in placed if value in values}
         if "rng" in given:
             given["first"] = node.attrs["first"] + self.first
-        made = LAUNCHES[node.op](self, node, given)
+        made = LAUNCHES[node.op](self._rounding if node.rounds else self, node, given)
         made = made if isinstance(made, dict) else {next(iter(node.outputs)): made}
         wanted = {role: value for role, value in node.outputs.items() if role not in given.into}
         found = {v: made[role] for role, v in wanted.items() if made.get(role) is not None}
@@ -102,6 +103,17 @@ class Launcher:
     def public(self) -> ModuleType:
         """The public ops beside these kernels."""
         return reference if self.kernels.RowSums is fused.RowSums else triton_kernels
+
+    @property
+    def rounds(self) -> bool:
+        """Whether these kernels round to TF32 what products in it read."""
+        return getattr(self.kernels, "ROUNDS_OPERANDS", False)
+
+    @cached_property
+    def _rounding(self) -> "Launcher":
+        """The same, whose kernels round to TF32 what they write and attention reads. The reference
+        computes in float32, and steps have such kernels in any case."""
+        return replace(self, kernels=_rounding_kernels()) if self.kernels is fused_ops else self
 
     def of(self, node: Node) -> Kernels:
         """The kernels in the precision of a node, of a plan in which some products are in TF32."""
@@ -134,6 +146,11 @@ class Launcher:
 @cache
 def _exact_kernels() -> Kernels:
     return in_float32(fused_ops)
+
+
+@cache
+def _rounding_kernels() -> Kernels:
+    return in_tf32(fused_ops)
 
 
 def _operands(node: Node, values: Mapping[Value, Tensor]) -> tuple[Tensor, Tensor]:
@@ -195,8 +212,9 @@ def terms(given: Inputs) -> dict[str, Any]:
 def rounding(node: Node) -> dict[str, bool]:
     """What kernels in TF32 are told of q, k and v that are rounded where they are made: whether
     this node is to round its result, or what it reads is rounded (`plan.rounding`)."""
-    options = {"rounds": "tf32", "is_rounded": "is_rounded"}
-    return {option: True for attr, option in options.items() if node.attrs.get(attr)}
+    if node.attrs.get("is_rounded"):
+        return {"is_rounded": True}
+    return {"tf32": True} if node.rounds and node.op in ("linear", "conv_few") else {}
 
 
 def mask_of(node: Node, given: Inputs) -> Mask | None:
