@@ -96,14 +96,14 @@ def test_what_products_in_tf32_read_is_rounded(tf32):
     assert rounding_of(plan(module, (x,), {}, trains=True, tf32=tf32)) == (set(), set())
 
 
-def test_parameters_are_rounded_together_and_where_they_lie():
+def test_parameters_are_rounded_together_and_where_they_lie(device):
     """Those that are cut or put side by side, too, in filters' order, bit by bit."""
-    module, x = Mixed(), torch.randn(2, 8, 4, 4)
+    module, x = Mixed().to(device), torch.randn(2, 8, 4, 4, device=device)
     made = plan(module, (x,), {}, trains=True, rounds=True)
     [node] = [node for node in made.graph.nodes if node.op == "casts"]
     values = {
         value: module.get_parameter(name) for name, value in made.graph.parameters.items()
-    } | {node.inputs["x0"]: torch.tensor(float("nan")).expand(node.inputs["x0"].shape).contiguous()}
+    } | {node.inputs["x0"]: torch.full(node.inputs["x0"].shape, float("nan"), device=device)}
     with torch.no_grad():
         found = launch_kernels(node, values)
     for role, value in node.inputs.items():

@@ -16,7 +16,9 @@ from torch import Tensor
 from ..runtime.dependent_launch import await_inputs, following, overlapping
 from ..runtime.device import describe
 
-_BLOCK = 8192  # numbers a step
+_BLOCK = 8192  # numbers a step, of eight warps: with four, 2.5 to 4 times the time (H200)
+_WARPS = 8
+_PROGRAMS = 4  # a multiprocessor
 _BLOCK_C = 64  # columns, at most
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -145,7 +147,7 @@ def _cut(x: Tensor, c: int) -> tuple[int, int, int]:
     """M, the parts that the sum is split into, and the rows of a step."""
     m, block_c = x.numel() // c, _columns(c)
     block_m = max(16, min(_BLOCK // block_c, triton.next_power_of_2(m)))
-    slots = 2 * describe(x.device).num_sms
+    slots = _PROGRAMS * describe(x.device).num_sms
     return m, num_splits(triton.cdiv(c, block_c), triton.cdiv(m, block_m), slots), block_m
 
 
@@ -158,5 +160,5 @@ def _launch(x: Tensor, out: Tensor, m: int, c: int, splits: int, block_m: int) -
     block_c = _columns(c)
     _column_sum_kernel[(triton.cdiv(c, block_c), splits)](
         x, out, m, c, triton.cdiv(m, splits), BLOCK_M=block_m, BLOCK_C=block_c,
-        **overlapping(x.device),
+        num_warps=_WARPS, **overlapping(x.device),
     )  # fmt: skip
