@@ -84,12 +84,38 @@ class Net(nn.Module):
         return self.function(self.conv(x), self.gain)
 
 
+class Kept(Function):
+    """A checkpoint as guided-diffusion has it: backward computes once more."""
+
+    @staticmethod
+    def forward(ctx, run, length, *args):
+        ctx.run, ctx.inputs, ctx.parameters = run, list(args[:length]), list(args[length:])
+        return ctx.run(*ctx.inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.inputs = [x.detach().requires_grad_() for x in ctx.inputs]
+        with torch.enable_grad():
+            result = ctx.run(*(x.view_as(x) for x in ctx.inputs))
+        made = torch.autograd.grad(result, ctx.inputs + ctx.parameters, grads, allow_unused=True)
+        return None, None, *made
+
+
+def kept(y, gain):
+    def run(a, b):
+        return (a * gain).sin() * b
+
+    return Kept.apply(run, 2, y, y.square(), gain)
+
+
 CASES = {
     "attention": lambda y, gain: Softmax.apply(y.flatten(2), gain * y.flatten(2), 0.5),
     "straight through": lambda y, gain: Rounded.apply(y) * gain,
     "transposed": lambda y, gain: Rounded.apply(y.transpose(1, 3)) * gain,
     "two results": lambda y, gain: Halves.apply(y, gain),
     "a part": lambda y, gain: Halves.apply(y, gain)[1].square(),
+    "a checkpoint": kept,
+    "two in a row": lambda y, gain: kept(kept(y, gain).cos(), gain),
     "an index": lambda y, gain: Chosen.apply(y[:, 0] * gain, y.new_tensor([-1.0, 0.0, 1.0])),
 }
 
@@ -133,6 +159,14 @@ class Called(Rounded):
         return function(x)
 
 
+class Doubled(Kept):
+    """Which is given a function, and has another gradient."""
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return tuple(None if dx is None else 2 * dx for dx in Kept.backward(ctx, *grads))
+
+
 class Marked(Rounded):
     @staticmethod
     def forward(ctx, x):
@@ -147,6 +181,7 @@ class Marked(Rounded):
         (lambda y, gain: Noisy.apply(y), "in an autograd.Function, which is called twice, draws"),
         (lambda y, gain: Writes.apply(y), "writes to its arguments"),
         (lambda y, gain: Called.apply(y, torch.sin), "that is given a function"),
+        (lambda y, gain: Doubled.apply(torch.sin, 1, y), "that is given a function"),
         (lambda y, gain: Marked.apply(y), "marks a result"),
     ],
 )

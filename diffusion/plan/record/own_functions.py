@@ -16,6 +16,7 @@ from torch.autograd.function import Function
 from torch.utils.checkpoint import CheckpointFunction
 
 from ..graph import PlanError
+from .own_checkpoints import checkpointed, is_function
 
 
 class OwnFunction:
@@ -64,10 +65,10 @@ class _Context(SimpleNamespace):
 
 def forward_of(function: type[Function], args: tuple) -> Any:
     """What it returns. PlanError: a plan could not call it."""
-    if any(callable(x) and not isinstance(x, type) for x in args):
+    if any(map(is_function, args)):
         raise PlanError(
-            f"{function.__name__}, an autograd.Function that is given a function, has no place in a"
-            " plan (torch.utils.checkpoint has one)"
+            f"{function.__name__}, an autograd.Function that is given a function and has not its"
+            " gradient, has no place in a plan (checkpoints have one)"
         )
     needs = tuple(isinstance(x, Tensor) and x.is_floating_point() for x in args)
     context = _Context(needs_input_grad=needs)
@@ -92,7 +93,8 @@ def noted_by(note: Callable[[type[Function], tuple], Any]) -> Iterator[None]:
             return run(*given)
         if kwargs or theirs or threading.get_ident() != thread:
             return applied.__get__(None, cls)(*args, **kwargs)
-        return note(cls, args)
+        run = checkpointed(cls, args)
+        return note(cls, args) if run is None else run()
 
     Function.apply = classmethod(apply)
     try:
