@@ -1,7 +1,8 @@
 """Norms over channels that a module writes itself, as a reduction and arithmetic, are one node.
 
-PyTorch would read and write the image several times. What is looked for is a product with the
-reciprocal of a root of x's mean square over its last axis, or of what such a root becomes with eps:
+PyTorch would read and write the image several times. What is looked for is a quotient by a root of
+x's mean square over its last axis, or by what such a root becomes with eps, or the product with its
+reciprocal:
 
     x / sqrt(mean(x^2) + eps)        RMSNorm, and LayerNorm of x - mean(x); also of var(x)
     x / max(|x|, eps)                F.normalize
@@ -37,7 +38,7 @@ def find_norms(graph: Graph) -> None:
     makers = graph.producers()
     nodes, graph.nodes = graph.nodes, []
     for node in nodes:
-        found = _norm_of(node, makers) if node.op == "mul" else None
+        found = _norm_of(node, makers)
         if found is None:
             graph.nodes.append(node)
         else:
@@ -94,11 +95,14 @@ def _same(a: Value, b: Value, makers: Makers) -> bool:
     return a is b
 
 
-def _norm_of(product: Node, makers: Makers) -> tuple | None:
-    """x, the width of its rows and attributes of its norm, if the product is one."""
-    x = product.inputs["a"]
-    over = _of_each_row(product.inputs["b"], x, makers)
-    root = None if over is None else _reciprocal(over, makers)
+def _norm_of(node: Node, makers: Makers) -> tuple | None:
+    """x, the width of its rows and attributes of its norm, if the node makes one."""
+    quotient = node.op == "arith" and node.attrs["target"] == _ATEN.div.Tensor
+    if node.op != "mul" and not (quotient and len(node.inputs) == 2):
+        return None
+    x, b = node.inputs.values()
+    over = _of_each_row(b, x, makers)
+    root = None if over is None else (_root if quotient else _reciprocal)(over, makers)
     if root is None or root.squared or not 0 < root.factor < math.inf:
         return None
     less = _less_mean(x, root.width, makers)

@@ -218,11 +218,17 @@ class Views:
         """Two views of one shape, where b may have length 1: a, owned, and b as a value that can be
         added to a's value."""
         a = self.owned(a)
-        if any(step == 0 for _, step in a.pieces) or (cuts := _cuts(a, b)) is None:
+        other = None if any(step == 0 for _, step in a.pieces) else self.beside(a, b)
+        if other is None:
             a = whole(self.gather(a))
-            if (cuts := _cuts(a, b)) is None:
-                b = whole(self.gather(b))
-                cuts = _cuts(a, b)
+            other = self.beside(a, b)
+        return a, self.beside(a, whole(self.gather(b))) if other is None else other
+
+    def beside(self, a: View, b: View) -> Value | None:
+        """b of a's shape, or of length 1, as a value that goes with a's, which a has all of; None:
+        their dimensions are made of other pieces."""
+        if (cuts := _cuts(a, b)) is None:
+            return None
         flat = sorted(cuts, key=lambda cut: -cut[1])
         shape, pieces = [], []
         for n in a.value.shape:
@@ -238,7 +244,7 @@ class Views:
             shape.append(1 if alone else n)
             pieces += [] if alone else [(size, step) for size, _, step in axis]
         other = View(b.value, tuple((piece,) for piece in pieces), b.offset)
-        return a, self.gather(other, shape)
+        return self.gather(other, shape)
 
 
 def in_order(value: Value, sizes: Sequence[int], order: Sequence[int]) -> View:

@@ -44,7 +44,8 @@ def _loss(net, x):
 
 def _latents(net, x):
     mean, log = net.conv(x).repeat(1, 2, 1, 1).chunk(2, 1)
-    return mean + torch.exp(0.5 * log) * torch.randn(mean.shape).to(mean)
+    noise = torch.randn(mean.shape, generator=None)  # as diffusers' latents are drawn
+    return mean + torch.exp(0.5 * log) * noise.to(mean)
 
 
 def _written(net, x):

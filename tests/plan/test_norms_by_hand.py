@@ -133,6 +133,14 @@ def test_is_one_node(name):
     assert [n.op for n in large] == ["conv", "channel_norm"]
 
 
+@pytest.mark.parametrize("name", (*FORMS, *OTHERS))
+def test_in_16_bits(name):
+    """Where quotients are no products."""
+    module, args = made({**FORMS, **OTHERS}[name])
+    graph = trace(module.bfloat16(), tuple(x.bfloat16() for x in args)).graph
+    assert graph.count().get("channel_norm", 0) == (name in FORMS)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_is_none(name):
     compared = compare(*made(OTHERS[name]))

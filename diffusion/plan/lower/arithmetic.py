@@ -14,6 +14,7 @@ from .shapes import detached, to
 from .table import Lowering, call_arguments, each, lowers
 
 _ATEN = torch.ops.aten
+_OF_EACH = ("hardswish", "_prelu_kernel")  # which PyTorch does not mark as pointwise
 
 
 @lowers("add", "sub", "rsub", "mul", "div", "neg")
@@ -31,6 +32,8 @@ def _arithmetic(low, a, b=-1, *, alpha=1, rounding_mode=None):
         a, b, name = b, a, "sub"
     alpha = -alpha if name == "sub" else alpha
     if name == "div" and isinstance(b, View):
+        if isinstance(a, View) and dtype.itemsize < 4:  # rounded once, and 1 / b may overflow
+            return arithmetic(low, to(low, a), to(low, b))
         b, name = _power(low, b, -1), "mul"
     if not isinstance(a, View):  # a number and a tensor
         return _affine(low, b, a, 0) if name == "mul" else _affine(low, b, alpha, a)
@@ -89,14 +92,48 @@ def _pointless(x: View, shape: tuple[int, ...]) -> View:
 
 def arithmetic(low: Lowering, *args: Any, **options: Any) -> Any:
     """A call that stays PyTorch's. Of constants alone it is made now."""
-    inputs, arguments, options = _call_of(low, args, options)
     shape, dtype = low.meta.shape, low.meta.dtype
+    of_each = _of_each_element(low, args, options)
+    if of_each is not None:
+        return of_each
+    inputs, arguments, options = _call_of(low, args, options)
     name = low.name.split(".")[-1]
     if name.endswith("_like") or name.startswith(("new_", "empty")):  # of the shape alone
         fill = 1 if "ones" in name else args[-1] if "full" in name else 0
         if not isinstance(fill, View):
             return whole(low.graph.constant(torch.full(tuple(shape), fill, dtype=dtype)))
     return whole(left(low, inputs, arguments, shape, options, low.target))
+
+
+def _of_each_element(low: Lowering, args: Sequence[Any], options: dict[str, Any]) -> View | None:
+    """A call that makes each element of those at its place, in the memory order of the first tensor
+    that has the result's shape. None: it is another, or of several dtypes: which of them counts
+    depends on how many dimensions each tensor has."""
+    tensors = [x for x in args if isinstance(x, View)]
+    op = low.target
+    of_each = isinstance(op, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in op.tags or op._opname in _OF_EACH
+    )
+    dtypes = {x.value.dtype for x in tensors} - {torch.bool}
+    if not of_each or len(dtypes) > 1 or any(isinstance(x, View) for x in options.values()):
+        return None
+    shape = tuple(low.meta.shape)
+    fits = (x for x in tensors if x.shape == shape and x.value not in low.graph.constants)
+    lead = next((x for x in fits if all(step for _, step in x.pieces)), None)
+    if lead is None or any(len(x.dims) > len(shape) for x in tensors):
+        return None
+    lead = low.views.owned(lead)
+    placed = [
+        low.views.beside(lead, _pointless(x, shape)) if isinstance(x, View) else ("number", x)
+        for x in args
+    ]
+    if None in placed:
+        return None
+    inputs = [x for x in placed if isinstance(x, Value)]
+    numbers = iter(range(len(inputs)))
+    arguments = tuple(next(numbers) if isinstance(x, Value) else x for x in placed)
+    y = left(low, inputs, arguments, lead.value.shape, options, low.target)
+    return View(y, lead.dims)
 
 
 def _call_of(
@@ -127,7 +164,7 @@ def draw(low: Lowering, *args: Any, **options: Any) -> View:
     module's numbers where it starts from the same state of the generator, has no dropout and draws
     nothing like a tensor in channels_last: the module fills that in another order. It draws on the
     device of its images, also what a module draws on the host and moves there."""
-    if options.pop("generator", None) is not None:
+    if options.get("generator") is not None:
         raise low.refuse("of a generator of the module's own")
     args = tuple(detached(low, a) if isinstance(a, View) else a for a in args)
     inputs, arguments, options = _call_of(low, args, options)

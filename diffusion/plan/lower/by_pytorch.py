@@ -8,28 +8,11 @@ import torch
 
 from ..graph import Value
 from ..views import View, in_order, whole
-from .arithmetic import arithmetic, function, left
+from .arithmetic import function, left
 from .shapes import memory_order
-from .table import Lowering, each, lowers
+from .table import Lowering, lowers
 
 _ATEN = torch.ops.aten
-
-
-@lowers(
-    "abs", "ceil", "clamp", "clamp_min", "clamp_max", "cos", "elu", "erf", "exp", "floor",
-    "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "log", "log1p", "nan_to_num", "pow",
-    "reciprocal", "round", "rsqrt", "sigmoid", "sign", "sin", "softplus", "sqrt", "tanh"
-)  # fmt: skip
-def _elementwise(low: Lowering, *args: Any, **options: Any) -> View:
-    """Of one tensor, wherever its elements lie."""
-    x, *others = args
-    alone = isinstance(x, View) and not any(isinstance(a, View) for a in others)
-    alone = alone and not any(isinstance(a, View) for a in options.values())
-    if not alone or x.value in low.graph.constants or x.value.dtype != low.meta.dtype:
-        return arithmetic(low, *args, **options)
-    arguments = (0, *(("number", a) for a in others))
-    attrs = {"target": low.target, "arguments": arguments, "options": options}
-    return each(low, "arith", x, role="x0", **attrs)
 
 
 @lowers("amax", "amin", "linalg_vector_norm", "logsumexp", "mean", "sum", "var")
