@@ -347,6 +347,23 @@ add("TransformerEncoderLayer", lambda: _encoder(norm_first=True), (2, 6, 16))
 add("TransformerEncoderLayer in evaluation", lambda: _encoder(activation="gelu").eval(), (2, 6, 16))
 
 
+class Later(nn.Module):
+    """As Diffusion Policy's transformer: PyTorch's layers, and a mask that is a buffer."""
+
+    def __init__(self, c: int = 16, positions: int = 5) -> None:
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(c, 4, 32, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerDecoder(layer, 2)
+        mask = nn.Transformer.generate_square_subsequent_mask(positions, dtype=torch.float64)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return self.layers(x, memory, tgt_mask=self.mask.to(x.dtype))
+
+
+add("TransformerDecoder with a mask", Later, (2, 5, 16), (2, 3, 16))
+
+
 class Swish(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(x)

@@ -108,12 +108,41 @@ def kept(y, gain):
     return Kept.apply(run, 2, y, y.square(), gain)
 
 
+class Turned(Function):
+    """Which writes to its argument, as k-diffusion turns queries by their places."""
+
+    @staticmethod
+    def forward(x, angle):
+        a, b = x.chunk(2, 1)
+        rotated = a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()
+        a.copy_(rotated[0])
+        b.copy_(rotated[1])
+        return x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_dirty(inputs[0])
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        return Turned.apply(dy.clone(), -ctx.saved_tensors[0]), None
+
+
+def turned(y, gain):
+    """All of a tensor, and a part of another, which is read where it was written."""
+    z, angle = 3 * y, gain.detach()
+    Turned.apply(z[:, :2], angle)
+    return Turned.apply(y, angle) + z.square() * gain
+
+
 CASES = {
     "attention": lambda y, gain: Softmax.apply(y.flatten(2), gain * y.flatten(2), 0.5),
     "straight through": lambda y, gain: Rounded.apply(y) * gain,
     "transposed": lambda y, gain: Rounded.apply(y.transpose(1, 3)) * gain,
     "two results": lambda y, gain: Halves.apply(y, gain),
     "a part": lambda y, gain: Halves.apply(y, gain)[1].square(),
+    "written to": turned,
     "a checkpoint": kept,
     "two in a row": lambda y, gain: kept(kept(y, gain).cos(), gain),
     "an index": lambda y, gain: Chosen.apply(y[:, 0] * gain, y.new_tensor([-1.0, 0.0, 1.0])),
@@ -146,11 +175,12 @@ class Noisy(Rounded):
         return x + torch.randn_like(x)
 
 
-class Writes(Rounded):
+class Unsaid(Turned):
+    """Which writes, and does not say so."""
+
     @staticmethod
-    def forward(ctx, x):
-        ctx.mark_dirty(x)
-        return x.add_(1)
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[1])
 
 
 class Called(Rounded):
@@ -179,7 +209,7 @@ class Marked(Rounded):
     ("function", "why"),
     [
         (lambda y, gain: Noisy.apply(y), "in an autograd.Function, which is called twice, draws"),
-        (lambda y, gain: Writes.apply(y), "writes to its arguments"),
+        (lambda y, gain: Unsaid.apply(y, gain), "writes to what it does not return"),
         (lambda y, gain: Called.apply(y, torch.sin), "that is given a function"),
         (lambda y, gain: Doubled.apply(torch.sin, 1, y), "that is given a function"),
         (lambda y, gain: Marked.apply(y), "marks a result"),

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffusion import accelerate
 from diffusion.plan.graph import PlanError
 from diffusion.plan.record.record import record
 
@@ -136,6 +137,8 @@ def test_a_buffer_that_is_written_to_has_another_value_behind_the_call():
         (lambda net, x: x if (x > 0).all() else -x, "__bool__"),
         (lambda net, x: x[0, (x > 0).nonzero()], "nonzero"),
         (lambda net, x: x[x > 0], "__getitem__"),
+        (lambda net, x: x * torch.rand(3, device=x.device)[0].item(), "item"),
+        (lambda net, x: x if (net.count > 0).all() else -x, "__bool__"),
     ],
 )
 @pytest.mark.parametrize("autocast", [False, True])
@@ -143,6 +146,29 @@ def test_numbers_are_not_known(function, called, autocast):
     words = rf"{called} of a tensor, whose numbers are not known .* \(plan/test_record\.py:\d+\)"
     with torch.autocast("cpu", enabled=autocast), pytest.raises(PlanError, match=words):
         calls(function)
+
+
+def _left_out(net, x):
+    mask = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    y = x if mask.any() else -x
+    mask[0] = True
+    return y if mask.any() else -y
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (_left_out, -1.0),
+        (lambda net, x: x * torch.linspace(0, 1, 5, device=x.device)[3].item(), 0.75),
+        (lambda net, x: x * int(torch.ones_like(x).sum()), 12.0),
+        (lambda net, x: x * torch.arange(4, device=x.device).flip(0).tolist()[1], 2.0),
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_numbers_that_depend_on_shapes_alone_are_known(function, expected, autocast):
+    net, x = Net(function), torch.randn(3, 4)
+    with torch.autocast("cpu", enabled=autocast):
+        assert torch.equal(accelerate(net)(x), expected * x)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 recorded. They compute the same; one that does not support a call returns NotImplemented."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
+from torch.nn.modules import transformer
 
 INSTEAD: dict[Callable, Callable] = {}
 
@@ -38,6 +40,18 @@ def _custom_function_call(function: type, *args) -> SimpleNamespace:
     Functionalization takes no Function, and a plan keeps what it needs: as without gradients."""
     nothing = SimpleNamespace(grad_fn=None)
     return nothing if function.__name__ == "_NoopSaveInputs" else NotImplemented
+
+
+@contextmanager
+def without_hints() -> Iterator[None]:
+    """Within the block PyTorch's Transformer layers do not ask by a mask's numbers whether it is
+    causal: their result does not depend on it."""
+    asked = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = lambda mask, is_causal=None, size=None: is_causal is True
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = asked
 
 
 @instead_of(F.batch_norm, named=True)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..graph import PlanError
 from .composites import INSTEAD
+from .known_numbers import known_numbers
 from .notes import Notes, unwrapped
 from .own_functions import OwnFunction, forward_of
 
@@ -36,6 +37,8 @@ _NUMBERS = frozenset(  # names of what has to know a tensor's numbers
     "item tolist numpy __bool__ __int__ __float__ __index__ nonzero argwhere unique bincount"
     " masked_select".split()
 )
+# of these, what gives them to Python
+_GIVEN = frozenset("item tolist numpy __bool__ __int__ __float__ __index__".split())
 _WRITES = frozenset(  # names of what writes to its first argument, besides those that end in _
     f"__{name}__"
     for name in "setitem iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor".split()
@@ -96,11 +99,14 @@ class Functions(TorchFunctionMode):
         notes = self.notes
         with torch._C.DisableTorchFunction():  # what is read here is not the forward's
             given = pytree.tree_map_only(Tensor, self.inner, args)
-            args = pytree.tree_map_only(Tensor, self._functional, args)
+            theirs = pytree.tree_map_only(Tensor, self._functional, args)
+            with notes.whole():
+                copies = [x.clone() if isinstance(x, Tensor) else x for x in theirs]
+            before = pytree.tree_map_only(Tensor, self.inner, copies)
         notes.own = True
         try:
             with notes.whole():
-                result = forward_of(function, args)
+                result, dirty = forward_of(function, copies)
         finally:
             notes.own = False
         made = [result] if isinstance(result, Tensor) else result
@@ -108,9 +114,19 @@ class Functions(TorchFunctionMode):
             raise self._refused(f"{function.__name__}, whose results are not all tensors,")
         with torch._C.DisableTorchFunction():
             inner = pytree.tree_map_only(Tensor, self.inner, result)
+            behind = pytree.tree_map_only(Tensor, self.inner, copies)
+        written = [i for i, (a, b) in enumerate(zip(before, behind, strict=True)) if a is not b]
+        returned = {i: next((y for y in made if y is copies[i]), None) for i in written}
+        if None in returned.values() or not all(
+            any(copies[i] is x for x in dirty) for i in written
+        ):
+            raise self._refused(f"{function.__name__}, which writes to what it does not return,")
         with notes.under(function.__name__):
-            notes.note(OwnFunction(function, len(made)), given, {}, inner)
-        return result
+            notes.note(OwnFunction(function, len(made), written), given, {}, inner)
+        for i, y in returned.items():
+            args[i].copy_(y)
+        theirs = {id(copies[i]): args[i] for i in written}
+        return pytree.tree_map_only(Tensor, lambda y: theirs.get(id(y), y), result)
 
     def _called(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Its result. PlanError: it would need the numbers of a tensor that has none."""
@@ -120,6 +136,10 @@ class Functions(TorchFunctionMode):
             by_mask = name == "__getitem__" and "nonzero" in str(error)
             if name not in _NUMBERS and not by_mask:
                 raise
+            if name in _GIVEN:
+                numbers = known_numbers(self.inner(args[0]), self.notes.found)
+                if numbers is not None:
+                    return getattr(numbers, name)()
             why = f"{name} of a tensor, whose numbers are not known before the call,"
             raise self._refused(why) from error
 
@@ -148,7 +168,7 @@ class Functions(TorchFunctionMode):
             return
         if name == "requires_grad_" or function == Tensor.requires_grad.__set__:
             raise self._refused("requires_grad of a tensor, which the forward sets,")
-        if name == "detach_" or not isinstance(written, Tensor):
+        if name == "detach_" or not isinstance(written, Tensor) or self.notes.own:
             return
         if not (written.is_floating_point() or written.is_complex()):
             return

@@ -5,13 +5,14 @@ calls the function once more. A plan keeps what it needs, so it calls the functi
 both are the same is tried: the Function is applied to a function whose gradients are known.
 """
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function
+
+from .known_numbers import apart
 
 _SIZE = 3  # of each tensor in the trial
 
@@ -23,18 +24,12 @@ def is_function(x: Any) -> bool:
 def checkpointed(function: type[Function], args: tuple) -> Callable[[], Any] | None:
     """What to call in the place of function.apply(*args); None: it is no checkpoint."""
     at = [i for i, x in enumerate(args) if is_function(x)]
-    if len(at) != 1:
-        return None
-    found: list[list[int]] = []
-    # in another thread no call is recorded, and no cast is made
-    trial = threading.Thread(target=_try, args=(function, args, at[0], found))
-    trial.start()
-    trial.join()
-    return (lambda: args[at[0]](*(args[i] for i in found[0]))) if found else None
+    places = apart(lambda: _tried(function, args, at[0])) if len(at) == 1 else None
+    return None if places is None else lambda: args[at[0]](*(args[i] for i in places))
 
 
-def _try(function: type[Function], args: tuple, at: int, found: list[list[int]]) -> None:
-    """Append which arguments the function is called with, if it is a checkpoint."""
+def _tried(function: type[Function], args: tuple, at: int) -> list[int] | None:
+    """Which arguments its function is called with, if the Function is a checkpoint."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> Tensor:
@@ -53,16 +48,12 @@ def _try(function: type[Function], args: tuple, at: int, found: list[list[int]])
         return sum(f * x.sin() for f, x in zip(factors, read, strict=True)).cos()
 
     given[at] = known
-    try:
-        y = function.apply(*given)
-        places = [_place(x, given) for x in calls[0]]
-        grads = torch.autograd.grad(y, tensors, seed)
-        z = known(*(given[i] for i in places))
-        expected = torch.autograd.grad(z, tensors, seed)
-        if all(map(torch.allclose, (y, *grads), (z, *expected))):
-            found.append(places)
-    except Exception:  # of whatever it is, which is no checkpoint
-        return
+    y = function.apply(*given)
+    places = [_place(x, given) for x in calls[0]]
+    grads = torch.autograd.grad(y, tensors, seed)
+    z = known(*(given[i] for i in places))
+    expected = torch.autograd.grad(z, tensors, seed)
+    return places if all(map(torch.allclose, (y, *grads), (z, *expected))) else None
 
 
 def _place(x: Any, given: list) -> int:

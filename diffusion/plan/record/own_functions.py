@@ -5,7 +5,7 @@ of other calls that are left to PyTorch. What it does within is not looked at, b
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +24,16 @@ class OwnFunction:
 
     namespace, tags = "autograd", ()
 
-    def __init__(self, function: type[Function], results: int) -> None:
+    def __init__(self, function: type[Function], results: int, written: list[int]) -> None:
         self.overloadpacket, self.casts = function, _casts()
+        self.written = written  # of its arguments
         self._opname, self._overloadname = function.__name__, ""
         # which may be an argument, or a part of one
         returns = [SimpleNamespace(alias_info=True)] * results
         self._schema = SimpleNamespace(returns=returns, arguments=[], is_mutable=False)
 
     def __call__(self, *args: Any) -> Any:
+        args = [x.clone() if i in self.written else x for i, x in enumerate(args)]
         with ExitStack() as stack:
             for kind, dtype in self.casts:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
@@ -47,6 +49,8 @@ def _casts() -> list[tuple[str, torch.dtype]]:
 class _Context(SimpleNamespace):
     """What the forward of a function is given, while it is recorded."""
 
+    dirty: tuple[Tensor, ...] = ()
+
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = self.to_save = tensors
 
@@ -56,15 +60,16 @@ class _Context(SimpleNamespace):
         pass
 
     def mark_dirty(self, *tensors: Tensor) -> None:
-        raise PlanError("an autograd.Function that writes to its arguments has no place in a plan")
+        self.dirty = tensors
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
         if any(x.is_floating_point() for x in tensors):
             raise PlanError("an autograd.Function marks a result, which a plan would differentiate")
 
 
-def forward_of(function: type[Function], args: tuple) -> Any:
-    """What it returns. PlanError: a plan could not call it."""
+def forward_of(function: type[Function], args: Sequence[Any]) -> tuple[Any, tuple[Tensor, ...]]:
+    """What it returns, and the arguments that it says it has written to. PlanError: a plan could
+    not call it."""
     if any(map(is_function, args)):
         raise PlanError(
             f"{function.__name__}, an autograd.Function that is given a function and has not its"
@@ -74,10 +79,10 @@ def forward_of(function: type[Function], args: tuple) -> Any:
     context = _Context(needs_input_grad=needs)
     with torch.no_grad():
         if function.setup_context == Function.setup_context:
-            return function.forward(context, *args)
+            return function.forward(context, *args), context.dirty
         result = function.forward(*args)
         function.setup_context(context, args, result)
-        return result
+        return result, context.dirty
 
 
 @contextmanager

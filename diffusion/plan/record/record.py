@@ -18,6 +18,7 @@ from torch.nn.utils import stateless
 
 from ..graph import PlanError
 from ..trees import flatten
+from .composites import without_hints
 from .draws import refused, states
 from .functions import ByDevice, Functions, casts
 from .kept import left_in
@@ -105,6 +106,7 @@ def _record(
                 stateless._reparametrize_module(module, states),
                 Functions(notes) as functions,
                 noted_by(functions.own),
+                without_hints(),
                 nullcontext() if draws else refused(notes.lines.of),
             ):
                 result = forward(*args, **kwargs)
