@@ -113,15 +113,14 @@ def plan(
     split_norms(graph)
     prepare(graph, "train" if wanted else "sample")
     backward = differentiate(graph, wanted) if wanted else None
-    fuse(graph, backward, tf32[0], kernels)
+    fuse(graph, backward, tf32, kernels)
     graph.check(() if backward is None else backward.seeds.values())
     if kernels is not None and backward is None and _multiplies_low(graph, tf32):
         join(graph, states_of(module), *kernels)
     if backward is not None:
         sums_together(graph, backward.start, set(backward.grads.values()))
     for node in graph.nodes:
-        is_image = node.op.startswith("conv") or len(node.out.shape) == 4
-        allowed = tf32[0] if is_image and "attention" not in node.op else tf32[1]
+        allowed = tf32[node.of_matrices or "attention" in node.op]
         node.tf32 = allowed or not _multiplies_float32(node)
     start = len(graph.nodes) if backward is None else backward.start
     if rounds:

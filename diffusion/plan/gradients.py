@@ -38,10 +38,15 @@ class Part:
 @gradient("conv", "linear")
 def _product(d, node, dy):
     x, weight, bias = (node.inputs.get(role) for role in ("x", "weight", "bias"))
-    dw, dx = f"{node.op}_dw", f"{node.op}_dx"
+
+    def product(of: str, inputs: dict[str, Value], like: Value) -> Value:
+        made = d.make(f"{node.op}_{of}", inputs, like, **node.attrs)
+        d.graph.nodes[-1].of_matrices = node.of_matrices
+        return made
+
     d.send(bias, lambda: d.channel_sums(dy, bias))
-    d.send(weight, lambda: d.make(dw, {"x": x, "dy": dy}, weight, **node.attrs))
-    d.send(x, lambda: d.make(dx, {"dy": dy, "weight": weight}, x, **node.attrs))
+    d.send(weight, lambda: product("dw", {"x": x, "dy": dy}, weight))
+    d.send(x, lambda: product("dx", {"dy": dy, "weight": weight}, x))
 
 
 # of ops of one tensor: op, inputs and attributes of its gradient

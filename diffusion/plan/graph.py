@@ -65,6 +65,7 @@ class Node:
     attrs: dict[str, Any] = field(default_factory=dict)
     source: str = ""
     tf32: bool = True  # whether it may multiply float32 in TF32
+    of_matrices: bool = False  # a product of a linear layer or of matrices, not of a convolution
     rounds: bool = False  # what it writes, or attention also reads, to TF32: see `rounding`
 
     @property

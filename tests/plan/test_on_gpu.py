@@ -94,6 +94,36 @@ def test_float32_is_multiplied_as_pytorch_is_told(monkeypatch):
     assert Accelerated(Block(16))._tf32() == (False, False)
 
 
+class Rows(nn.Module):
+    """Linear layers over the pixels of an image, around a norm, with one beside them."""
+
+    def __init__(self, channels):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.skip = (nn.Linear(channels, channels) for _ in range(3))
+        self.norm = nn.GroupNorm(2, channels)
+
+    def forward(self, x):
+        rows = x.permute(0, 2, 3, 1)
+        y = F.silu(self.norm(self.first(rows).permute(0, 3, 1, 2))).permute(0, 2, 3, 1)
+        return (self.second(y) + self.skip(rows)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_linear_layers_of_images_have_the_precision_of_products(tf32, device, monkeypatch):
+    """Which PyTorch decides by another flag than that of convolutions."""
+    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (True, tf32))
+    monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
+    module, x = Rows(16).to(device), torch.randn(1, 16, 4, 8, device=device, requires_grad=True)
+    given = [x, *module.parameters()]
+
+    def made_by(network):
+        y = network(x)
+        return y.detach(), *torch.autograd.grad(y, given, torch.ones_like(y) + y.detach())
+
+    check_errors(made_by(Accelerated(module)), lambda: made_by(module), tf32)
+
+
 def test_of_16_bits_every_product_has_the_kernels_of_16_bits(monkeypatch):
     """PyTorch's flags of TF32 concern float32 alone."""
     monkeypatch.setattr(Accelerated, "_tf32", lambda self: (True, False))  # as PyTorch begins

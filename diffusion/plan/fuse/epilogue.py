@@ -9,7 +9,7 @@ def has_epilogue(f: Fusing, node: Node | None) -> bool:
     if node is None or node.op == "conv_fused":
         return node is not None
     is_image = node.op == "conv" or node.op == "linear" and len(node.out.shape) == 4
-    return is_image and node.keeps_size and not f.is_exact(node.out)
+    return is_image and node.keeps_size and not f.is_exact(node.out, node)
 
 
 def becomes_fused(node: Node) -> None:
@@ -49,6 +49,7 @@ def _take_term(f: Fusing, node: Node, conv: Node, other: Value) -> bool:
     """Add `other` in the epilogue: as 1x1 terms where it is that, or as it is."""
     linear = f.maker(other, "linear")
     alone = linear is not None and f.reader(other, "add") is node
+    alone = alone and not f.is_exact(other, linear)
     number = len(conv.many("extra"))
     if alone and len(linear.out.shape) == 4 and number < 2:
         if "bias" in linear.inputs and "extra_bias" in conv.inputs:

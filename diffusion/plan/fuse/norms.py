@@ -45,7 +45,7 @@ def input_grad(f: Fusing, node: Node) -> Value | None:
         drops = None
     ended, da = ([drops], drops.inputs["x"]) if drops else ([], da)
     grad = f.maker(da, "conv_dx", "linear_dx")
-    if grad is None or len(da.shape) != 4 or not grad.keeps_size or f.is_exact(da):
+    if grad is None or len(da.shape) != 4 or not grad.keeps_size or f.is_exact(da, grad):
         return None
     if not f.reader(da, drops.op if drops else node.op):
         return None
@@ -55,7 +55,7 @@ def input_grad(f: Fusing, node: Node) -> Value | None:
         node.attrs |= drops.attrs
     del node.inputs["da"]
     node.inputs |= {"dy": grad.inputs["dy"], "weight": grad.inputs["weight"], **mask}
-    node.op = "conv_input_grad"
+    node.op, node.of_matrices = "conv_input_grad", grad.of_matrices
     node.attrs |= grad.attrs or {"stride": (1, 1), "padding": (0,) * 4}
     f.take(node, grad, *ended)
     return node.outputs["dz"]
@@ -166,9 +166,11 @@ def skip_dx(f: Fusing, node: Node) -> Value | None:
             linear = f.maker(node.inputs.get(role), "linear_dx")
             if place not in found and linear and f.reader(linear.out, "norm_dx") is node:
                 found[place] = role, linear
-    if len(found) < len(places) or "dy" in node.inputs or f.is_exact(node.inputs["dz"]):
-        return None
     linears = [linear for _, linear in found.values()]
+    if len(found) < len(places) or "dy" in node.inputs:
+        return None
+    if any(f.is_exact(node.inputs["dz"], linear) for linear in linears):
+        return None
     weight = _whole_weight(f, [linear.inputs["weight"] for linear in linears])
     dys = {linear.inputs["dy"] for linear in linears}
     if weight is None or len(dys) > 1 or len(linears[0].out.shape) != 4:
@@ -181,7 +183,7 @@ def skip_dx(f: Fusing, node: Node) -> Value | None:
     if "add1_second" in left:
         left["add1"] = left.pop("add1_second")
     node.inputs = left
-    node.op = "skip_dx"
+    node.op, node.of_matrices = "skip_dx", linears[0].of_matrices
     f.take(node, *linears)
     return node.out
 

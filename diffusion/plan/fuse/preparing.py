@@ -26,7 +26,7 @@ def _packed(f: Fusing, node: Node, roles: str) -> bool:
         return False
     if any(f.reader(m.out, "attention") is None for m in makers):
         return False
-    if len({"bias" in m.inputs for m in makers}) > 1:
+    if len({("bias" in m.inputs, m.of_matrices) for m in makers}) > 1:
         return False
     x, first = makers[0].inputs["x"], makers[0]
     weights = [m.inputs["weight"] for m in makers]
@@ -36,7 +36,8 @@ def _packed(f: Fusing, node: Node, roles: str) -> bool:
         inputs["bias"] = _stacked(f, first, [m.inputs["bias"] for m in makers], (rows,))
     out = node.inputs[roles[0]]
     outputs = {"y": ((*out.shape[:-1], rows), out.dtype)}
-    together = f.insert(first, "linear", inputs, outputs).out
+    product = f.insert(first, "linear", inputs, outputs)
+    product.of_matrices, together = first.of_matrices, product.out
     for role in roles:
         del node.inputs[role]
     node.inputs[roles] = together
@@ -90,6 +91,7 @@ def _pointwise_of_concat(f: Fusing, node: Node) -> Value | None:
         if start == 0 and "bias" in node.inputs:
             inputs["bias"] = node.inputs["bias"]
         made = f.insert(node, "linear", inputs, {"y": (y.shape, y.dtype)})
+        made.of_matrices = node.of_matrices
         terms.append(made.out)
         start = stop
     total = f.insert(node, "add", {"a": terms[0], "b": terms[1]}, {"y": (y.shape, y.dtype)})

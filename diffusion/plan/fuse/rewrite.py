@@ -43,7 +43,7 @@ class Fusing:
         self,
         graph: Graph,
         mode: str,
-        tf32: bool,
+        tf32: tuple[bool, bool],  # may convolutions, may other products be in TF32
         kernels: On | None,
         before: Iterable[Node],  # the other pass, which is only looked at
     ) -> None:
@@ -56,9 +56,11 @@ class Fusing:
         self.gone: set[Node] = set()
         self._new: dict[Node, list[Node]] = {}  # by the node that they stand in front of
 
-    def is_exact(self, y: Value) -> bool:
-        """Whether the products of y are in float32, and left to kernels without an epilogue."""
-        return y.dtype == torch.float32 and not self.tf32
+    def is_exact(self, y: Value, product: Node | None = None) -> bool:
+        """Whether products of such numbers, by default of a convolution, are in float32, and left
+        to kernels without an epilogue."""
+        of_matrices = product is not None and product.of_matrices
+        return y.dtype == torch.float32 and not self.tf32[of_matrices]
 
     def is_few(self, value: Value) -> bool:
         """Whether its channels are so few that they have to be padded."""

@@ -57,12 +57,12 @@ def prepare(graph: Graph, mode: str) -> None:
 def fuse(
     graph: Graph,
     backward: Backward | None,
-    tf32: bool = True,
+    tf32: tuple[bool, bool] = (True, True),
     kernels: On | None = None,  # and a GPU: for rows whose kernels do not serve every size
     step: bool = False,  # it is of a training step
 ) -> None:
-    """Apply the other rows, in place. Without `tf32` convolutions of float32 are left to kernels
-    that multiply in float32."""
+    """Apply the other rows, in place. Where `tf32` says no, convolutions, or other products, of
+    float32 are left to kernels that multiply in float32."""
     if backward is None:
         return _apply(graph, FORWARD_ROWS, "sample", tf32)
     mode = "step" if step else "train"
@@ -85,7 +85,7 @@ def _apply(
     graph: Graph,
     rows: tuple[Row, ...],
     mode: str,
-    tf32: bool = True,
+    tf32: tuple[bool, bool] = (True, True),
     before: Sequence[Node] = (),
     kernels: On | None = None,
 ) -> None:

@@ -32,7 +32,7 @@ def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, gro
     dtype = low.meta.dtype
     if (r, s, sy, sx, py, px) == (1, 1, 1, 1, 0, 0):
         columns = low.gather(weight, (co, ci))
-        y = _linear_of(low, x.permute((0, 2, 3, 1)), columns, low.gather(bias))
+        y = _linear_of(low, x.permute((0, 2, 3, 1)), columns, low.gather(bias), False)
     else:
         image = low.gather(x.permute((0, 2, 3, 1)))
         inputs = {"x": image, "weight": low.gather(weight), "bias": low.gather(bias)}
@@ -57,19 +57,18 @@ def _pair(given: int | Sequence[int], one_row: bool, of_rows: int) -> tuple[int,
     return pair if len(pair) == 2 else pair * 2
 
 
-def _linear_of(low: Lowering, x: View, weight: Value, bias: Value | None) -> View:
+def _linear_of(
+    low: Lowering, x: View, weight: Value, bias: Value | None, of_matrices: bool = True
+) -> View:
     """x [..., CI] weight [CO, CI]^T + bias."""
     co = weight.shape[0]
     if len(weight.shape) != 2 or (bias is not None and bias.shape != (co,)):
         shapes = [list(v.shape) for v in (weight, bias) if v is not None]
         raise low.refuse(f"with weight and bias of {' and '.join(map(str, shapes))}")
     value = low.views.rows(x)
-    y = low.make(
-        "linear",
-        low.cast_all({"x": value, "weight": weight, "bias": bias}, low.meta.dtype),
-        (*value.shape[:-1], co),
-        low.meta.dtype,
-    )
+    inputs = low.cast_all({"x": value, "weight": weight, "bias": bias}, low.meta.dtype)
+    y = low.make("linear", inputs, (*value.shape[:-1], co), low.meta.dtype)
+    low.graph.nodes[-1].of_matrices = of_matrices
     return whole(y, (*x.shape[:-1], co))
 
 
