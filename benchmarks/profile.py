@@ -78,7 +78,7 @@ _BY_KERNEL = (
     ("elementwise", r"^triton_(poi|per|red)_"),
 )
 _MATRIX = (
-    r"conv2d|conv_(one_row|tile_mma|stationary|unfused|single_tile|split|early|narrow|parity)"
+    r"conv2d|conv_(one_row|tile_mma|linear_mma|stationary|unfused|single_tile|split|early|narrow|parity)"
     r"|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet|splitK|cublas|^triton_tem_"
 )
 _BUILDERS = {

@@ -85,6 +85,7 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "conv_forward_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
     "conv_fp16_split_wgrad_kernel": _REGISTERS,
     "conv_input_grad_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
+    "conv_linear_mma_kernel": _SHARED,
     "conv_mma_wgrad_kernel": Expect(wgmma=False, tma=True),
     "conv_narrow_output_kernel": _SHARED,
     "conv_single_tile_kernel": _SHARED,

@@ -18,7 +18,7 @@ from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
 from .configs import ConvOperands
-from .hopper import unfused_1x1, unfused_3x3
+from .hopper import linear_mma, unfused_1x1, unfused_3x3
 from .plain import gather, im2col_fwd, pointer, tf32x3, tma, tma_stride
 from .plain.tma_boxes import unaddressable
 from .plain.transpose_weights import transpose_weights
@@ -33,6 +33,7 @@ FORWARD = Op(
         unfused_3x3.TILES,
         unfused_3x3.TF32_TILES,
         *unfused_1x1.FORWARD,
+        linear_mma.PLAIN,
         tma_stride.FORWARD,
         pointer.PLAIN_FORWARD,
         tf32x3.FORWARD,
@@ -68,6 +69,7 @@ INPUT_GRAD = Op(
         tma.INPUT_GRAD,
         unfused_3x3.TILES,
         *unfused_1x1.INPUT_GRAD,
+        linear_mma.PLAIN,
         Kernel(
             "transpose_first",
             TransposeFirst,

@@ -35,7 +35,7 @@ from ..runtime.layout import is_aligned
 from . import forward
 from .configs import ConvOperands
 from .fused_spec import forward_spec
-from .hopper import narrow, row_mma, tile_mma
+from .hopper import linear_mma, narrow, row_mma, tile_mma
 from .hopper.operands import Operands
 from .plain import fused_launch, fused_tiles, pointer
 from .plain.fused_tiles import box_of, piece_of, summed_box
@@ -105,6 +105,7 @@ FORWARD = Op(
         pointer.FORWARD,
         *row_mma.KERNELS,
         tile_mma.KERNEL,
+        linear_mma.FUSED,
         narrow.KERNEL,
     ),
 )
@@ -116,6 +117,7 @@ INPUT_GRAD = Op(
         pointer.INPUT_GRAD,
         *row_mma.KERNELS,
         tile_mma.KERNEL,
+        linear_mma.FUSED,
     ),
 )
 

@@ -3,6 +3,8 @@
     launcher          computes                            kernels
     row_mma           fused 3x3, 64 or 16 channels in     stationary_weights
     tile_mma          fused 3x3, any channels             tile_mma_kernels
+    linear_mma        1x1 and linear layers, any          linear_mma_kernel
+                      channels, fused and public
     upsampled         fused 3x3 after upsampling          upsampled_kernels
     narrow            fused 3x3, 16 channels out          narrow_output
     one_row           fused 3x3 of few images             one_row_kernels
