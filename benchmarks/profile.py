@@ -64,7 +64,7 @@ _BY_KERNEL = (
     ),
     ("conv wgrad", r"wgrad|column_sum|^_sum_(partials|two|group)|^_linear_grads"),
     ("conv dgrad", r"dgrad|conv_(pointer_)?input_grad"),
-    ("conv fwd", r"fprop|conv_(pointer_)?forward"),
+    ("conv fwd", r"fprop"),
     (
         "norm",
         r"(group|channel)_?norm|^_?norm_|^_segment_sums|^_skip_dx"
@@ -78,7 +78,8 @@ _BY_KERNEL = (
     ("elementwise", r"^triton_(poi|per|red)_"),
 )
 _MATRIX = (
-    r"conv2d|conv_(one_row|tile_mma|linear_mma|stationary|unfused|single_tile|split|early|narrow|parity)"
+    r"conv2d|conv_(forward|pointer|split|early|one_row|tile_mma|linear_mma|stationary|unfused)"
+    r"|conv_(single_tile|narrow|parity)"
     r"|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet|splitK|cublas|^triton_tem_"
 )
 _BUILDERS = {

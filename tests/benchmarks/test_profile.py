@@ -15,7 +15,8 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
 @pytest.mark.parametrize(
     ("kernel", "op", "want"),
     [
-        ("_conv2d_tma_kernel", "_Conv2d", "conv fwd"),
+        ("conv_forward_kernel", "_Conv2d", "conv fwd"),
+        ("conv_forward_kernel", "_Conv2dBackward", "conv dgrad"),
         ("_conv2d_gather_kernel", "_Conv2dBackward", "conv dgrad"),
         ("_conv2d_wgrad_tma_kernel", "_Conv2dBackward", "conv wgrad"),
         ("_column_sum_kernel", "_Conv2dBackward", "conv wgrad"),
@@ -82,8 +83,8 @@ def test_a_trace_becomes_a_report():
         "traceEvents": [
             event("cpu_op", "_Conv2d", 0, 5, 1),
             event("cpu_op", "_Conv2dBackward", 9, 5, 2),
-            event("kernel", "_conv2d_tma_kernel", 10, 1000, 1),
-            event("kernel", "_conv2d_tma_kernel", 2010, 3000, 2),
+            event("kernel", "conv_forward_kernel", 10, 1000, 1),
+            event("kernel", "conv_forward_kernel", 2010, 3000, 2),
             {"ph": "M", "name": "process_name"},
         ]
     }

@@ -63,13 +63,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({"BLOCK_C": 16}, Expect(wgmma=False, tma=False)),  # fewer rows than the 64 of a wgmma
         ({}, Expect(wgmma=True, tma=False)),
     ],
-    "_conv2d_tma_kernel": [
-        (_EXACT | {"float32": True, "R": 1}, _REGISTERS),
-        (_EXACT | {"arch": 120}, _SHARED._replace(spills=108)),
-        ({"BLOCK_C": 16}, _NONE),
-        ({"BLOCK_C": 32}, _NONE),
-        ({}, _SHARED),
-    ],
     "_conv2d_wgrad_gather_kernel": [
         ({"SPLIT": True}, Expect(wgmma="registers", tma=False)),
         (_EXACT, Expect(wgmma=False, tma=False)),
@@ -82,7 +75,15 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "conv_unfused_pointwise_kernel": _SHARED,
     "conv_unfused_tiles_kernel": _SHARED,
     "conv_early_kernel": _SHARED,
-    "conv_forward_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
+    "conv_forward_kernel": [
+        (_EXACT | {"x_small_desc": None}, _REGISTERS),
+        (_EXACT | {"extra1_desc": None, "arch": 120}, _SHARED._replace(spills=44)),
+        (_EXACT | {"extra1_desc": None}, _SHARED),
+        (_EXACT, _REGISTERS),  # what 1x1 filters see is split there
+        ({"BLOCK_C": 16}, _NONE),
+        ({"BLOCK_C": 32}, _NONE),
+        ({}, _SHARED),
+    ],
     "conv_fp16_split_wgrad_kernel": _REGISTERS,
     "conv_input_grad_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
     "conv_linear_mma_kernel": _SHARED,

@@ -1,5 +1,5 @@
-"""The kernels of `conv.fused`: a tile of a convolution, or several one below the other, and then
-an epilogue for each.
+"""The kernels of `conv.fused` and of `conv2d`, which has no terms but a bias: a tile of a
+convolution, or several one below the other, and then an epilogue for each.
 
 An accumulator is [channels, pixels], so a thread holds whole runs of pixels of a few channels:
 sums over pixels are nearly free, and an image of the tile is a slice [channels, image, pixels].
@@ -15,7 +15,15 @@ from ...noise.dropout import kept
 from ...norm.coefficients import load_table
 from ...runtime.dependent_launch import await_inputs
 from ...tf32 import as_operand
-from .products import multiply, multiply_pointwise, multiply_rows, tile_origin, whole_sum, zero_sums
+from .products import (
+    multiply,
+    multiply_parity,
+    multiply_pointwise,
+    multiply_rows,
+    tile_origin,
+    whole_sum,
+    zero_sums,
+)
 from .tile_edges import store_partials, zero_outside
 
 # --- forward --------------------------------------------------------------------------------------
@@ -31,6 +39,9 @@ def _convolve(
     CI,
     R: tl.constexpr,
     S: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    STRIDE: tl.constexpr,
     DGRAD: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -44,13 +55,13 @@ def _convolve(
     if ROWS == 1:
         acc, small = multiply(
             accs[0], small, x_desc, x_small_desc, w_desc, w_small_desc, at, CI, 0, None,
-            R, S, R // 2, S // 2, 1, DGRAD, PRECISION, BLOCK_K,
+            R, S, PAD_H, PAD_W, STRIDE, DGRAD, PRECISION, BLOCK_K,
         )  # fmt: skip
         accs = (acc,)
     else:
-        tl.static_assert(PRECISION != "ieee")
+        tl.static_assert(PRECISION != "ieee" and STRIDE == 1)
         accs = multiply_rows(
-            accs, x_desc, w_desc, at, CI, S, S // 2, DGRAD, PRECISION, ROWS, BLOCK_K
+            accs, x_desc, w_desc, at, CI, S, PAD_W, DGRAD, PRECISION, ROWS, BLOCK_K
         )
     return accs, small
 
@@ -82,13 +93,14 @@ def _add_pointwise(
 @triton.jit
 def _finish_forward(
     acc,  # float32 [BLOCK_C, BLOCK_M]
-    bias,  # [BLOCK_C]
-    extra_bias,  # likewise, or None
+    bias,  # [BLOCK_C], and so is the next; either may be None
+    extra_bias,
     emb,  # [BLOCK_C, TILE_N], or None
     residual_desc,
     y_desc,
     partial_ptr,
     at,
+    place,  # of y in its boxes
     N,
     P,
     Q,
@@ -106,15 +118,16 @@ def _finish_forward(
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     if extra_bias is not None:
         acc += extra_bias[:, None]
-    acc += bias[:, None]
+    if bias is not None:
+        acc += bias[:, None]
     if emb is not None:
         acc = acc.reshape(BLOCK_C, TILE_N, PIXELS) + emb[:, :, None]
         acc = acc.reshape(BLOCK_C, BLOCK_M)
     if residual_desc is not None:
-        residual = residual_desc.load([n0, h0, w0, c0]).reshape(BLOCK_M, BLOCK_C)
+        residual = residual_desc.load(place).reshape(BLOCK_M, BLOCK_C)
         acc += tl.trans(residual).to(tl.float32)
     y = as_operand(acc, y_desc.dtype, TF32)
-    y_desc.store([n0, h0, w0, c0], tl.trans(y).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
+    y_desc.store(place, tl.trans(y).reshape(y_desc.block_shape))
     if partial_ptr is not None:
         # about the mean of the tile, since a difference of large sums would cancel
         v = y.to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS)
@@ -135,12 +148,12 @@ def _finish_forward(
 
 @triton.jit(do_not_specialize=["N", "P", "Q"])
 def conv_forward_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
-    bias_ptr,  # [CO]
+    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]; STRIDE 2: by parity
+    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
+    bias_ptr,  # [CO] or None
     emb_ptr,  # [N, CO] or None
-    residual_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C], or None
-    y_desc,  # likewise
+    residual_desc,  # as the next, or None
+    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]; or by parity
     partial_ptr,  # [N, K, 2, CO] or None
     extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
     extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]; "ieee": [1, CO, C1], likewise
@@ -154,11 +167,16 @@ def conv_forward_kernel(
     stride_emb,
     N,
     CI,
-    P,
+    P,  # pixels of y; of an input gradient of stride 2, of those of one kind
     Q,
     CO,
     R: tl.constexpr,
     S: tl.constexpr,
+    PAD_H: tl.constexpr,
+    PAD_W: tl.constexpr,
+    STRIDE: tl.constexpr,  # 2: x is seen by parity, or y is with DGRAD
+    DGRAD: tl.constexpr,  # x is the gradient of a result, y that of its input
+    TURNED: tl.constexpr,  # DGRAD with STRIDE 2: filters as after `transpose_weights`
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,  # tiles one below the other
     TILE_N: tl.constexpr,
@@ -176,7 +194,9 @@ def conv_forward_kernel(
     # The epilogue's vectors are asked for here, so that it does not wait for them.
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CO
-    bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
+    bias = None
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0).to(tl.float32)
     extra_bias = None
     if extra_bias_ptr is not None:
         extra_bias = tl.load(extra_bias_ptr + offs_c, mask=mask_c, other=0.0)
@@ -188,10 +208,19 @@ def conv_forward_kernel(
             mask=mask_c[:, None] & (offs_n < N)[None, :],
             other=0.0,
         )
-    accs, small = _convolve(
-        x_desc, x_small_desc, w_desc, w_small_desc, at, CI, R, S, False, PRECISION,
-        ROWS, BLOCK_M, BLOCK_C, BLOCK_K,
-    )  # fmt: skip
+    if DGRAD and STRIDE == 2:
+        odd_row = tl.program_id(1) // 2  # this program's kind of pixels
+        odd_col = tl.program_id(1) % 2
+        acc = multiply_parity(
+            tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32), x_desc, w_desc, at, CI,
+            odd_row, odd_col, R, S, PAD_H, PAD_W, TURNED, PRECISION, BLOCK_K,
+        )  # fmt: skip
+        accs = (acc,)
+    else:
+        accs, small = _convolve(
+            x_desc, x_small_desc, w_desc, w_small_desc, at, CI, R, S, PAD_H, PAD_W, STRIDE, DGRAD,
+            PRECISION, ROWS, BLOCK_M, BLOCK_C, BLOCK_K,
+        )  # fmt: skip
     if extra1_desc is not None:
         accs, small = _add_pointwise(
             accs, small, extra1_desc, extra1_w_desc, at, C1, PRECISION, ROWS, BLOCK_K
@@ -202,9 +231,13 @@ def conv_forward_kernel(
         )
     for row in tl.static_range(ROWS):
         acc = whole_sum(accs[row], small) if PRECISION == "ieee" else accs[row]
+        if DGRAD and STRIDE == 2:
+            place = (n0, h0, odd_row, w0, odd_col * CO + c0)
+        else:
+            place = (n0, h0 + row, w0, c0)
         _finish_forward(
-            acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr,
-            (n0, h0 + row, w0, c0), N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, TF32,
+            acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr, (n0, h0 + row, w0, c0),
+            place, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, TF32,
         )  # fmt: skip
 
 
@@ -331,7 +364,7 @@ def conv_input_grad_kernel(
     # the images of a second piece come when it is its turn.
     mean, rstd, g, b = _load_table(table_ptr, n0, c0, N, CI, PIECE_N, BLOCK_C)
     accs, small = _convolve(
-        dy_desc, dy_small_desc, w_desc, w_small_desc, at, CO, R, S, not TURNED,
+        dy_desc, dy_small_desc, w_desc, w_small_desc, at, CO, R, S, R // 2, S // 2, 1, not TURNED,
         PRECISION, ROWS, BLOCK_M, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     if PRECISION == "ieee":

@@ -1,26 +1,25 @@
-"""The fast path of `conv2d`: implicit GEMM whose tiles are fetched by TMA (Hopper and later), with
-the products of `conv.plain.products`.
+"""The fast path of `conv2d`: implicit GEMM whose tiles are fetched by TMA (Hopper and later). The
+kernel is that of `conv.plain.fused_kernels`, with a bias at most.
 
-The kernel is of stride 1 and 2 and of every precision. Its rows in the registry are here for stride
-1, in `conv.plain.tma_stride` for stride 2, and in `conv.plain.tf32x3` for float32 that is not
-rounded to TF32. Channels are multiples of 16 bytes; `conv.plain.gather` serves the rest. The weight
-gradient is in `conv.plain.tma_wgrad`.
+It does stride 1 and 2, in every precision. Its rows in the registry are here for stride 1, in
+`conv.plain.tma_stride` for stride 2, and in `conv.plain.tf32x3` for float32 that is not rounded to
+TF32. Channels are multiples of 16 bytes; `conv.plain.gather` serves the rest. The weight gradient
+is in `conv.plain.tma_wgrad`.
 """
 
 import math
 from typing import NamedTuple
 
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.kernel import CLOCKS, Kernel, configures
 from ...registry.spec import ConvSpec
-from ...runtime.dependent_launch import await_inputs, following, overlapping
+from ...runtime.dependent_launch import following, overlapping
 from ...runtime.device import Device
 from ..configs import ConvOperands, FwdTile
-from .products import multiply, multiply_parity, tile_origin, whole_sum
+from .fused_kernels import conv_forward_kernel
 from .tma_boxes import (
     as_one_row,
     by_parity,
@@ -75,69 +74,6 @@ FWD_CONFIGS = [  # and rows name those that were measured to be faster
 _TRANSPOSE_FROM = 1024  # pixels of a float32 input gradient, which pay for a copy of the filters
 
 
-@triton.jit(do_not_specialize=["P", "Q"])
-def _conv2d_tma_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy; or by parity
-    x_small_desc,  # "ieee": second parts of it, or None: neither it nor the filters are split yet
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
-    w_small_desc,  # "ieee": second parts of them, or None
-    bias_ptr,  # [CO] or None
-    y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]: y, or dx; or by parity
-    add_desc,  # to be added to y, in the same boxes, or None
-    CI,
-    P,  # pixels of y; of dx of stride 2, of those of one kind
-    Q,
-    CO,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    STRIDE: tl.constexpr,  # 2: x is seen by parity, or dx
-    DGRAD: tl.constexpr,
-    TURNED: tl.constexpr,  # DGRAD with STRIDE 2: filters as after `transpose_weights`
-    PRECISION: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    await_inputs()
-    BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    at = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    n0, h0, w0, c0 = at
-    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    if DGRAD and STRIDE == 2:
-        odd_row = tl.program_id(1) // 2  # this program's kind of pixels
-        odd_col = tl.program_id(1) % 2
-        acc = multiply_parity(
-            acc, x_desc, w_desc, at, CI, odd_row, odd_col, R, S, PAD_H, PAD_W,
-            TURNED, PRECISION, BLOCK_K,
-        )  # fmt: skip
-    else:
-        acc, small = multiply(
-            acc, acc, x_desc, x_small_desc, w_desc, w_small_desc, at, CI, 0, None,
-            R, S, PAD_H, PAD_W, STRIDE, DGRAD, PRECISION, BLOCK_K,
-        )  # fmt: skip
-        if PRECISION == "ieee":
-            acc = whole_sum(acc, small)
-    if bias_ptr is not None:
-        offs_c = c0 + tl.arange(0, BLOCK_C)
-        bias = tl.load(bias_ptr + offs_c, mask=offs_c < CO, other=0.0)
-        acc += bias.to(tl.float32)[:, None]
-    if DGRAD and STRIDE == 2:
-        channel = odd_col * CO + c0
-        if add_desc is not None:
-            add = add_desc.load([n0, h0, odd_row, w0, channel]).reshape(BLOCK_M, BLOCK_C)
-            acc += tl.trans(add).to(tl.float32)
-        y = tl.trans(acc.to(y_desc.dtype)).reshape(TILE_N, TILE_H, 1, TILE_W, BLOCK_C)
-        y_desc.store([n0, h0, odd_row, w0, channel], y)
-    else:
-        tl.static_assert(add_desc is None)
-        y = tl.trans(acc.to(y_desc.dtype)).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C)
-        y_desc.store([n0, h0, w0, c0], y)
-
-
 def launch(
     config: FwdTile | Config,
     operands: ConvOperands,
@@ -189,11 +125,12 @@ def launch(
         option = following(x.device)
     elif stride == 1:  # `following` the copies of `split_first` took 20 to 27 % longer: programs
         option = overlapping(x.device)  # crowd where those end first
-    _conv2d_tma_kernel[(programs, kinds)](
-        x_desc, x_small_desc, w_desc, w_small_desc, bias, tiles(y, config.block_c),
-        tiles(add, config.block_c), k, p, q, c,
+    conv_forward_kernel[(programs, kinds)](
+        x_desc, w_desc, bias, None, tiles(add, config.block_c), tiles(y, config.block_c),
+        *[None] * 5, x_small_desc, w_small_desc, None, 0, 0, 0, n, k, p, q, c,
         R=r, S=s, PAD_H=padding[0], PAD_W=padding[1], STRIDE=stride, DGRAD=dgrad,
-        TURNED=dgrad and turned, PRECISION=precision, **tile_sizes(box, config), **option,
+        TURNED=dgrad and turned, PRECISION=precision, ROWS=1, RAGGED=False, TF32=False,
+        **tile_sizes(box, config), **option,
     )  # fmt: skip
 
 
