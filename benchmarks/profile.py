@@ -78,7 +78,7 @@ _BY_KERNEL = (
     ("elementwise", r"^triton_(poi|per|red)_"),
 )
 _MATRIX = (
-    r"conv2d|conv_(forward|pointer|split|early|one_row|tile_mma|linear_mma|stationary|unfused)"
+    r"conv2d|conv_(forward|pointer|early|one_row|tile_mma|linear_mma|stationary|unfused)"
     r"|conv_(single_tile|narrow|parity)"
     r"|cudnn|xmma|implicit|cutlass|gemm|gemv|nvjet|splitK|cublas|^triton_tem_"
 )

@@ -81,6 +81,6 @@ def test_kernels_are_compiled_beforehand():
     assert {"norm_dx_inline_kernel", "_adamw_kernel"} <= several
     assert named["accelerated train"] >= {"norm_dx_kernel", "attention_fwd_kernel"}
     assert named["accelerated evaluate"] - named["accelerated train"]  # what those alone have
-    assert {"_conv_split_kernel", "conv_single_tile_kernel"} <= named["sweep_joins"]
+    assert {"conv_forward_kernel", "conv_single_tile_kernel"} <= named["sweep_joins"]
     of_few = {"conv_single_tile_kernel", "_add_kernel"}
     assert of_few | {"norm_apply_kernel"} <= named["sweep_configs"]

@@ -52,7 +52,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("_sum_group_kernel", "_PlannedBackward", "conv wgrad"),
         ("conv_early_kernel", "", "conv fwd"),
         ("conv_one_row_kernel", "", "conv fwd"),
-        ("_conv_split_kernel", "", "conv fwd"),
+        ("conv_pointer_forward_kernel", "", "conv fwd"),
         ("conv_single_tile_kernel", "", "conv fwd"),
         ("_sum_parts_kernel", "", "norm"),
         ("norm_single_cta_kernel", "", "norm"),

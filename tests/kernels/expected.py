@@ -119,7 +119,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({"W": 32, "SWAP": False}, _REGISTERS._replace(spills=4)),
         ({}, _REGISTERS),
     ],
-    "_conv_split_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
     "conv_tile_mma_kernel": [
         ({"kept_ptr": None, "ROWS": 16, "W": 16, "DGRAD": True}, _SHARED._replace(spills=4)),
         ({"kept_ptr": None}, _SHARED),

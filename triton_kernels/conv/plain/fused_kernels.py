@@ -20,6 +20,7 @@ from .products import (
     multiply_parity,
     multiply_pointwise,
     multiply_rows,
+    steps_of_part,
     tile_origin,
     whole_sum,
     zero_sums,
@@ -48,13 +49,15 @@ def _convolve(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    start=0,  # as those of `multiply`
+    end=None,
 ):
     """Accumulators of tiles one below the other, and the second sum of "ieee"."""
     accs = zero_sums(ROWS, BLOCK_C, BLOCK_M)
     small = accs[0]
     if ROWS == 1:
         acc, small = multiply(
-            accs[0], small, x_desc, x_small_desc, w_desc, w_small_desc, at, CI, 0, None,
+            accs[0], small, x_desc, x_small_desc, w_desc, w_small_desc, at, CI, start, end,
             R, S, PAD_H, PAD_W, STRIDE, DGRAD, PRECISION, BLOCK_K,
         )  # fmt: skip
         accs = (acc,)
@@ -77,17 +80,47 @@ def _add_pointwise(
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    start=0,  # of the steps over C,
+    end=None,  # None: all of them
 ):
     """The same with a 1x1 convolution added."""
     if PRECISION == "ieee":
         acc, small = multiply(
-            accs[0], small, x_desc, None, w_desc, None, at, C, 0, None,
+            accs[0], small, x_desc, None, w_desc, None, at, C, start, end,
             1, 1, 0, 0, 1, False, PRECISION, BLOCK_K,
         )  # fmt: skip
         accs = (acc,)
     else:
-        accs = multiply_pointwise(accs, x_desc, w_desc, at, C, PRECISION, ROWS, BLOCK_K)
+        first = start * BLOCK_K
+        last = C if end is None else end * BLOCK_K
+        accs = multiply_pointwise(accs, x_desc, w_desc, at, first, last, PRECISION, ROWS, BLOCK_K)
     return accs, small
+
+
+@triton.jit
+def _store_part(
+    parts_ptr,  # float32 [parts, N, CO, P * Q]
+    acc,  # [BLOCK_C, BLOCK_M]
+    at,
+    N,
+    P,
+    Q,
+    CO,
+    TILE_N: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_W: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    n0, h0, w0, c0 = at
+    PIXELS: tl.constexpr = TILE_H * TILE_W
+    offs_m = tl.arange(0, TILE_N * PIXELS)
+    n = n0 + offs_m // PIXELS
+    h = h0 + offs_m % PIXELS // TILE_W
+    w = w0 + offs_m % TILE_W
+    offs_c = c0 + tl.arange(0, BLOCK_C)
+    mask = (offs_c < CO)[:, None] & ((n < N) & (h < P) & (w < Q))[None, :]
+    pixel = (tl.program_id(1) * N + n).to(tl.int64) * (CO * P * Q) + h * Q + w
+    tl.store(parts_ptr + pixel[None, :] + offs_c[:, None] * (P * Q), acc, mask=mask)
 
 
 @triton.jit
@@ -146,7 +179,7 @@ def _finish_forward(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["N", "P", "Q"])
+@triton.jit(do_not_specialize=["N", "P", "Q", "steps"])
 def conv_forward_kernel(
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]; STRIDE 2: by parity
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
@@ -155,6 +188,7 @@ def conv_forward_kernel(
     residual_desc,  # as the next, or None
     y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]; or by parity
     partial_ptr,  # [N, K, 2, CO] or None
+    parts_ptr,  # float32 [parts, N, CO, P * Q] in place of y, or None
     extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
     extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]; "ieee": [1, CO, C1], likewise
     extra2_desc,  # a second such pair, or None
@@ -165,6 +199,7 @@ def conv_forward_kernel(
     C1,
     C2,
     stride_emb,
+    steps,  # of a part, or None: y is whole
     N,
     CI,
     P,  # pixels of y; of an input gradient of stride 2, of those of one kind
@@ -208,6 +243,12 @@ def conv_forward_kernel(
             mask=mask_c[:, None] & (offs_n < N)[None, :],
             other=0.0,
         )
+    start, start1, start2 = 0, 0, 0  # of the steps of each sum,
+    end, end1, end2 = None, None, None  # None: all
+    if steps is not None:
+        start, end, start1, end1, start2, end2 = steps_of_part(
+            steps, R * S * tl.cdiv(CI, BLOCK_K), tl.cdiv(C1, BLOCK_K), tl.cdiv(C2, BLOCK_K)
+        )
     if DGRAD and STRIDE == 2:
         odd_row = tl.program_id(1) // 2  # this program's kind of pixels
         odd_col = tl.program_id(1) % 2
@@ -219,26 +260,30 @@ def conv_forward_kernel(
     else:
         accs, small = _convolve(
             x_desc, x_small_desc, w_desc, w_small_desc, at, CI, R, S, PAD_H, PAD_W, STRIDE, DGRAD,
-            PRECISION, ROWS, BLOCK_M, BLOCK_C, BLOCK_K,
+            PRECISION, ROWS, BLOCK_M, BLOCK_C, BLOCK_K, start, end,
         )  # fmt: skip
     if extra1_desc is not None:
         accs, small = _add_pointwise(
-            accs, small, extra1_desc, extra1_w_desc, at, C1, PRECISION, ROWS, BLOCK_K
+            accs, small, extra1_desc, extra1_w_desc, at, C1, PRECISION, ROWS, BLOCK_K, start1, end1
         )
     if extra2_desc is not None:
         accs, small = _add_pointwise(
-            accs, small, extra2_desc, extra2_w_desc, at, C2, PRECISION, ROWS, BLOCK_K
+            accs, small, extra2_desc, extra2_w_desc, at, C2, PRECISION, ROWS, BLOCK_K, start2, end2
         )
     for row in tl.static_range(ROWS):
         acc = whole_sum(accs[row], small) if PRECISION == "ieee" else accs[row]
-        if DGRAD and STRIDE == 2:
-            place = (n0, h0, odd_row, w0, odd_col * CO + c0)
+        if steps is not None:
+            _store_part(parts_ptr, acc, at, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
         else:
-            place = (n0, h0 + row, w0, c0)
-        _finish_forward(
-            acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr, (n0, h0 + row, w0, c0),
-            place, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, TF32,
-        )  # fmt: skip
+            if DGRAD and STRIDE == 2:
+                place = (n0, h0, odd_row, w0, odd_col * CO + c0)
+            else:
+                place = (n0, h0 + row, w0, c0)
+            _finish_forward(
+                acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr,
+                (n0, h0 + row, w0, c0), place, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C,
+                RAGGED, TF32,
+            )  # fmt: skip
 
 
 # --- input gradient -------------------------------------------------------------------------------

@@ -65,6 +65,27 @@ def tile_origin(
 
 
 @triton.jit
+def steps_of_part(
+    steps,  # of each part
+    first,  # of a sum, and of two that are added behind it
+    second,
+    third,
+):
+    """Of each sum the first step of this program's part, and the one behind its last."""
+    start = tl.program_id(1) * steps
+    end = start + steps
+    before = first + second
+    return (
+        start,
+        tl.minimum(end, first),
+        tl.maximum(start - first, 0),
+        tl.minimum(end - first, second),
+        tl.maximum(start - before, 0),
+        tl.minimum(end - before, third),
+    )
+
+
+@triton.jit
 def _load_pixels(
     x_desc,  # [N, H, W, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]; STRIDE 2: by parity
     n0,
@@ -287,7 +308,8 @@ def multiply_pointwise(
     x_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], not rounded to TF32 yet
     w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]
     at,  # first image, row, column and channel, as `tile_origin` has them
-    C,
+    first,  # of the channels of x,
+    end,  # and the one behind them
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -295,7 +317,7 @@ def multiply_pointwise(
     """The same of a 1x1 convolution."""
     BLOCK_M: tl.constexpr = accs[0].shape[1]
     n0, h0, w0, c0 = at
-    for k0 in range(0, C, BLOCK_K):
+    for k0 in range(first, end, BLOCK_K):
         w = w_desc.load([c0, k0])
         sums = ()
         for row in tl.static_range(ROWS):

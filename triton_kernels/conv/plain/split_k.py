@@ -19,23 +19,21 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from ...registry.choose import select
 from ...registry.cost import HOPPER, Work, microseconds, name, parameters
 from ...registry.kernel import Kernel, Op, configures
 from ...registry.spec import FEW_IMAGES, ConvSpec, precision_of
-from ...runtime.dependent_launch import await_inputs, overlapping
+from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
-from ...tf32 import as_operand
 from ..fused_spec import forward_spec
 from ..hopper import one_row
 from . import pointer_split
+from .fused_kernels import conv_forward_kernel
 from .fused_launch import columns_in_boxes
 from .parts import LEAST_STEPS, count_steps, cut, part_bytes
 from .pointer_split import PointerParts
-from .products import multiply, tile_origin, whole_sum
 from .small_batch import refuse_split, split_early, split_work, untimed_split
 from .tma_boxes import (
     by_parity,
@@ -96,103 +94,6 @@ _MAX_PIXELS = 1024  # of an image: the norm behind it holds a group of all of th
 _FITTED_BY = ("block_c", "block_m", "block_k")
 
 
-@triton.jit
-def _add_pointwise(
-    acc,  # the two sums of `multiply`
-    small,
-    x_desc,  # [N, H, W, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], not rounded to TF32 yet
-    w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]; "ieee": [1, CO, C], likewise
-    at,
-    C,
-    start,
-    end,  # of the steps over C
-    PRECISION: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """Both sums with these steps of a 1x1 convolution added to them."""
-    if PRECISION == "ieee":
-        acc, small = multiply(
-            acc, small, x_desc, None, w_desc, None, at, C, start, end,
-            1, 1, 0, 0, 1, False, PRECISION, BLOCK_K,
-        )  # fmt: skip
-    else:
-        n0, h0, w0, c0 = at
-        for step in range(start, end):
-            w = w_desc.load([c0, step * BLOCK_K])
-            x = x_desc.load([n0, h0, w0, step * BLOCK_K]).reshape(acc.shape[1], BLOCK_K)
-            x = tl.trans(as_operand(x, x.dtype, True))
-            acc = tl.dot(w, x, acc, input_precision=PRECISION)
-    return acc, small
-
-
-@triton.jit(do_not_specialize=["N", "P", "Q"])
-def _conv_split_kernel(
-    x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]; STRIDE 2: by parity
-    w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]
-    extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
-    extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]; "ieee": [1, CO, C1], likewise
-    extra2_desc,  # a second such pair, or None
-    extra2_w_desc,
-    parts_ptr,  # float32 [SPLITS, N, CO, P * Q]
-    N,
-    P,
-    Q,
-    CI,
-    C1,
-    C2,
-    CO,
-    steps,  # of a part
-    R: tl.constexpr,
-    S: tl.constexpr,
-    PAD: tl.constexpr,
-    STRIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    await_inputs()
-    PIXELS: tl.constexpr = TILE_H * TILE_W
-    BLOCK_M: tl.constexpr = TILE_N * PIXELS
-    at = tile_origin(P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
-    split = tl.program_id(1)
-    start = split * steps
-    end = start + steps
-    k_blocks = tl.cdiv(CI, BLOCK_K)
-    total = R * S * k_blocks
-    acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
-    acc, small = multiply(
-        acc, acc, x_desc, None, w_desc, None, at, CI, start, tl.minimum(end, total),
-        R, S, PAD, PAD, STRIDE, False, PRECISION, BLOCK_K,
-    )  # fmt: skip
-    if extra1_desc is not None:
-        blocks = tl.cdiv(C1, BLOCK_K)
-        acc, small = _add_pointwise(
-            acc, small, extra1_desc, extra1_w_desc, at, C1, tl.maximum(start - total, 0),
-            tl.minimum(end - total, blocks), PRECISION, BLOCK_K,
-        )  # fmt: skip
-        total += blocks
-    if extra2_desc is not None:
-        acc, small = _add_pointwise(
-            acc, small, extra2_desc, extra2_w_desc, at, C2, tl.maximum(start - total, 0),
-            tl.minimum(end - total, tl.cdiv(C2, BLOCK_K)), PRECISION, BLOCK_K,
-        )  # fmt: skip
-    if PRECISION == "ieee":
-        acc = whole_sum(acc, small)
-
-    n0, h0, w0, c0 = at
-    offs_m = tl.arange(0, BLOCK_M)
-    n = n0 + offs_m // PIXELS
-    h = h0 + offs_m % PIXELS // TILE_W
-    w = w0 + offs_m % TILE_W
-    offs_c = c0 + tl.arange(0, BLOCK_C)
-    mask = (offs_c < CO)[:, None] & ((n < N) & (h < P) & (w < Q))[None, :]
-    pixel = (split * N + n).to(tl.int64) * (CO * P * Q) + h * Q + w
-    tl.store(parts_ptr + pixel[None, :] + offs_c[:, None] * (P * Q), acc, mask=mask)
-
-
 def conv_split(
     x: Tensor,  # [N, H, W, CI]
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
@@ -238,11 +139,13 @@ def conv_split(
         pairs += [pixels_in_boxes(other, box, config.block_k), filters]
     steps = triton.cdiv(count_steps(config.block_k, spec), config.parts)
     grid = (count_boxes(box, n, p, q) * triton.cdiv(co, config.block_c), config.parts)
-    _conv_split_kernel[grid](
+    conv_forward_kernel[grid](
         pixels_in_boxes(by_parity(x) if stride == 2 else x, box, config.block_k),
-        weight_in_boxes(weight, config.block_c, config.block_k), *pairs, *[None] * (4 - len(pairs)),
-        parts, n, p, q, ci, *channels, *[0] * (2 - len(extra)), co, steps,
-        R=r, S=s, PAD=spec.pads[0], STRIDE=stride, PRECISION=precision,
+        weight_in_boxes(weight, config.block_c, config.block_k), *[None] * 5, parts,
+        *pairs, *[None] * (4 - len(pairs)), None, None, None,
+        *channels, *[0] * (2 - len(extra)), 0, steps, n, ci, p, q, co,
+        R=r, S=s, PAD_H=spec.pads[0], PAD_W=spec.pads[1], STRIDE=stride, DGRAD=False, TURNED=False,
+        PRECISION=precision, ROWS=1, RAGGED=False, TF32=False,
         **tile_sizes(box, config), **overlapping(x.device, n * p * q),
     )  # fmt: skip
     return parts
