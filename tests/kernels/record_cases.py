@@ -172,10 +172,11 @@ def _long_attention() -> None:
 
 
 def _parts_through_pointers() -> None:
-    """By their kernel, which `untimed` may keep from being chosen."""
+    """By their kernel, which `untimed` may keep from being chosen, and of channels that no TMA unit
+    fetches."""
     kernel = CONV_SPLIT.kernel("pointer_parts")
-    for extra in ((), (192, 128)):
-        x, weight = torch.empty(1, 16, 16, 192).bfloat16(), torch.empty(128, 192, 3, 3).bfloat16()
+    for k, extra in ((192, ()), (192, (192, 128)), (196, (196, 128))):
+        x, weight = torch.empty(1, 16, 16, k).bfloat16(), torch.empty(128, k, 3, 3).bfloat16()
         weight = weight.to(memory_format=torch.channels_last)
         others = [
             (torch.empty(1, 16, 16, c, dtype=x.dtype), torch.empty(128, c, dtype=x.dtype))

@@ -109,7 +109,7 @@ def test_a_residual_block_of_one_image_without_tma(found):
     """In parts, too, through pointers."""
     block = [row for row in found["a100"]["blocks"] if row[1].startswith("input_blocks.10.0")]
     assert [row[0] for row in block] == ["norm_single_cta", "conv_split"] * 2
-    assert [row[2] for row in block[1::2]] == ["conv_pointer_split_kernel"] * 2
+    assert [row[2] for row in block[1::2]] == ["conv_pointer_forward_kernel"] * 2
 
 
 def test_products(found):

@@ -41,7 +41,7 @@ def forward(config: PointerTile, operands: Operands, transposed: bool = False) -
         operands.beside[0] if operands.beside else None, *pairs, *[None] * (2 * absent),
         operands.partials, n, h, w, k, k // unit, c, width // unit, *[v // unit for v in beside],
         *[0] * absent, stride_w // unit, *[v // unit for v in rows], *[0] * absent,
-        operands.numbers[1],
+        operands.numbers[1], None,
         R=r, S=s, TRANSPOSED=transposed, PADDED=c != width,
         EXACT=c == width and divide(config, width, k, *beside),
         RAGGED=stats and is_ragged(box, h, w), UNIT=unit, ROWS=config.rows, TF32=operands.tf32,

@@ -11,6 +11,7 @@ from ...activations import activate_affine_grad
 from ...noise.dropout import kept
 from ...tf32 import as_operand
 from .pointer_products import convolve, multiply
+from .products import steps_of_part
 from .tile_edges import store_partials
 
 # --- forward --------------------------------------------------------------------------------------
@@ -33,11 +34,11 @@ def _rounded(v, dtype: tl.constexpr):
         return v.to(dtype)
 
 
-@triton.jit(do_not_specialize=["N", "P", "Q"])
+@triton.jit(do_not_specialize=["N", "P", "Q", "steps"])
 def conv_pointer_forward_kernel(
     x_ptr,  # [N, P, Q, KX]
     w_ptr,  # [CO, R * S, CI]
-    y_ptr,  # [N, P, Q, CY]
+    y_ptr,  # [N, P, Q, CY]; in parts: float32 [parts, N, C, P * Q]
     bias_ptr,  # float32 [C], and so is the next; either may be None
     extra_bias_ptr,
     emb_ptr,  # float32 [N, C] or None
@@ -60,6 +61,7 @@ def conv_pointer_forward_kernel(
     stride_w1,
     stride_w2,
     stride_emb,
+    steps,  # of a part, or None: y is whole
     R: tl.constexpr,
     S: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -83,9 +85,18 @@ def conv_pointer_forward_kernel(
         C = CY
     stride_w *= UNIT
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
+    start, start1, start2 = 0, 0, 0  # of the steps of each sum,
+    end, end1, end2 = None, None, None  # None: all
+    if steps is not None:
+        start, end, start1, end1, start2, end2 = steps_of_part(
+            steps,
+            R * S * tl.cdiv(KX, BLOCK_K),
+            tl.cdiv(C1 * UNIT, BLOCK_K),
+            tl.cdiv(C2 * UNIT, BLOCK_K),
+        )
     accs, n0, h0, w0, c0, at, pixels, inside, bits = convolve(
         x_ptr, w_ptr, K, KX, C, CY, stride_w, N, P, Q, R, S, TRANSPOSED, ROWS, EXACT, PRECISION,
-        TILE_N, TILE_H, TILE_W, BLOCK_C, BLOCK_K,
+        TILE_N, TILE_H, TILE_W, BLOCK_C, BLOCK_K, start, end,
     )  # fmt: skip
     own = bits if ROWS > 1 else inside.to(tl.int32)
     if extra1_ptr is not None:
@@ -94,6 +105,7 @@ def conv_pointer_forward_kernel(
         accs = multiply(
             accs, extra1_ptr + at * C1, extra1_w_ptr, pixels, own, c0, C1, C1, C, CY, stride_w1, Q,
             1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
+            start1, end1,
         )  # fmt: skip
     if extra2_ptr is not None:
         C2 *= UNIT
@@ -101,6 +113,7 @@ def conv_pointer_forward_kernel(
         accs = multiply(
             accs, extra2_ptr + at * C2, extra2_w_ptr, pixels, own, c0, C2, C2, C, CY, stride_w2, Q,
             1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
+            start2, end2,
         )  # fmt: skip
     offs_c = c0 + tl.arange(0, BLOCK_C)
     bias = tl.zeros([BLOCK_C], dtype=tl.float32)
@@ -117,7 +130,13 @@ def conv_pointer_forward_kernel(
             other=0.0,
         )
     PIXELS: tl.constexpr = TILE_H * TILE_W
-    places = (pixels * CY)[:, None] + offs_c[None, :]
+    if steps is None:
+        places = (pixels * CY)[:, None] + offs_c[None, :]
+    else:
+        m = tl.arange(0, BLOCK_M)
+        image = (tl.program_id(1) * N + n0 + m // PIXELS).to(tl.int64) * (C * P * Q)
+        place = (h0 + m % PIXELS // TILE_W) * Q + w0 + m % TILE_W
+        places = (image + place)[:, None] + offs_c[None, :] * (P * Q)
     mask = inside[:, None] & (offs_c < CY)[None, :]
     # a row is loaded before the one above it is done: no load is moved across the barriers between
     residual = None
@@ -125,7 +144,7 @@ def conv_pointer_forward_kernel(
         residual = tl.load(residual_ptr + at * CY + places, mask=mask, other=0.0)
     ys = ()
     for row in tl.static_range(ROWS):
-        below = (at + row * Q) * CY
+        below = (at + row * Q) * CY if steps is None else 0
         ahead = residual
         if residual_ptr is not None and row + 1 < ROWS:
             ahead = tl.load(residual_ptr + below + Q * CY + places, mask=mask, other=0.0)
@@ -164,79 +183,6 @@ def conv_pointer_forward_kernel(
             partial_ptr, total, tl.sum(squares, axis=1), (n0, h0, w0, c0), N, P, Q, C,
             TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C, True, False,
         )  # fmt: skip
-
-
-# --- forward, in parts ----------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["N", "P", "Q", "steps"])
-def conv_pointer_split_kernel(
-    x_ptr,  # [N, P, Q, K]
-    w_ptr,  # [C, R * S, K]
-    extra1_ptr,  # [N, P, Q, C1] or None
-    extra1_w_ptr,  # [C, C1] or None
-    extra2_ptr,  # a second such pair, or None
-    extra2_w_ptr,
-    parts_ptr,  # float32 [parts, N, C, P * Q]
-    N,
-    P,
-    Q,
-    K,  # in units, as those of the other kernels
-    C,
-    C1,
-    C2,
-    stride_w,
-    stride_w1,
-    stride_w2,
-    steps,  # of a part
-    R: tl.constexpr,
-    S: tl.constexpr,
-    EXACT: tl.constexpr,
-    UNIT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    K *= UNIT
-    C *= UNIT
-    stride_w *= UNIT
-    part = tl.program_id(1)
-    start = part * steps
-    end = start + steps
-    total = R * S * tl.cdiv(K, BLOCK_K)
-    accs, n0, h0, w0, c0, at, pixels, inside, bits = convolve(
-        x_ptr, w_ptr, K, K, C, C, stride_w, N, P, Q, R, S, False, 1, EXACT, PRECISION,
-        TILE_N, TILE_H, TILE_W, BLOCK_C, BLOCK_K, start, tl.minimum(end, total),
-    )  # fmt: skip
-    own = inside.to(tl.int32)
-    if extra1_ptr is not None:
-        C1 *= UNIT
-        stride_w1 *= UNIT
-        blocks = tl.cdiv(C1, BLOCK_K)
-        accs = multiply(
-            accs, extra1_ptr + at * C1, extra1_w_ptr, pixels, own, c0, C1, C1, C, C, stride_w1, Q,
-            1, 1, False, 1, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
-            tl.maximum(start - total, 0), tl.minimum(end - total, blocks),
-        )  # fmt: skip
-        total += blocks
-    if extra2_ptr is not None:
-        C2 *= UNIT
-        stride_w2 *= UNIT
-        accs = multiply(
-            accs, extra2_ptr + at * C2, extra2_w_ptr, pixels, own, c0, C2, C2, C, C, stride_w2, Q,
-            1, 1, False, 1, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
-            tl.maximum(start - total, 0), tl.minimum(end - total, tl.cdiv(C2, BLOCK_K)),
-        )  # fmt: skip
-    PIXELS: tl.constexpr = TILE_H * TILE_W
-    m = tl.arange(0, TILE_N * PIXELS)
-    place = (h0 + m % PIXELS // TILE_W) * Q + w0 + m % TILE_W
-    image = (part * N + n0 + m // PIXELS).to(tl.int64) * (C * P * Q)
-    offs_c = c0 + tl.arange(0, BLOCK_C)
-    places = (image + place)[:, None] + offs_c[None, :] * (P * Q)
-    tl.store(parts_ptr + places, accs[0], mask=inside[:, None] & (offs_c < C)[None, :])
 
 
 # --- input gradient -------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ...runtime.device import Device
 from . import pointer_tiles
 from .fused_tiles import box_of, programs
 from .parts import count_steps, cut, part_bytes
-from .pointer_kernels import conv_pointer_split_kernel
+from .pointer_kernels import conv_pointer_forward_kernel
 from .pointer_tiles import PointerTile, divide, fitting
 from .tma_boxes import tile_sizes
 
@@ -53,11 +53,13 @@ def split(
     beside, rows = [o.shape[3] for o, _ in extra], [f.stride(0) for _, f in extra]
     unit = math.gcd(8, k, spec.c, *beside, *rows)
     pairs, absent = [t for pair in extra for t in pair], 2 - len(extra)
-    conv_pointer_split_kernel[(programs(tile, box, n, h, w, spec.c), config.parts)](
-        x, weight, *pairs, *[None] * (2 * absent), parts, n, h, w, k // unit, spec.c // unit,
-        *[v // unit for v in beside], *[0] * absent, stride // unit, *[v // unit for v in rows],
-        *[0] * absent, triton.cdiv(count_steps(config.block_k, spec), config.parts),
-        R=spec.r, S=spec.s, EXACT=divide(tile, spec.c, k, *beside), UNIT=unit,
+    conv_pointer_forward_kernel[(programs(tile, box, n, h, w, spec.c), config.parts)](
+        x, weight, parts, *[None] * 4, *pairs, *[None] * (2 * absent), None, n, h, w, k, k // unit,
+        spec.c, spec.c // unit, *[v // unit for v in beside], *[0] * absent, stride // unit,
+        *[v // unit for v in rows], *[0] * absent, 0,
+        triton.cdiv(count_steps(config.block_k, spec), config.parts),
+        R=spec.r, S=spec.s, TRANSPOSED=False, ROWS=1, EXACT=divide(tile, spec.c, k, *beside),
+        RAGGED=False, PADDED=False, UNIT=unit, TF32=False,
         PRECISION=precision_of(x.dtype, spec.dtype != "fp32"), **tile_sizes(box, tile),
     )  # fmt: skip
 
