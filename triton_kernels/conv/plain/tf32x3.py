@@ -18,7 +18,7 @@ from ...runtime.device import Device
 from ..configs import ConvOperands
 from . import tma
 from .linear_tf32x3 import launch_linear
-from .tma_boxes import count_boxes, pixel_box, unaddressable
+from .tma_boxes import count_boxes, pixel_box, refuse_wide_float32
 
 
 @configures("tf32x3")
@@ -64,15 +64,11 @@ def is_split_before(x: Tensor, weight: Tensor) -> bool:
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a convolution, or an input gradient, or None."""
-    if spec.stride != 1:
-        return f"it does stride 1, not {spec.stride}"
     if spec.dtype != "fp32":
         return "it does float32 that is not rounded to TF32"
-    if (few := min(spec.of_filters)) < 32:
-        return f"{few} channels would leave most of a tile to nothing"
     if 2 * spec.n * spec.h * spec.w * spec.k * 4 > _MOST_MEMORY:
         return "copies would take too much memory"
-    return unaddressable(spec, gpu)
+    return refuse_wide_float32(spec, gpu)
 
 
 def configs(spec: ConvSpec, gpu: Device) -> list[Config]:

@@ -199,11 +199,11 @@ def unaddressable(spec: ConvSpec, gpu: Device) -> str | None:
 
 
 def refuse_wide_float32(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why a weight gradient is not for the kernels of float32 and wide layers, or None."""
+    """Why a convolution is not for the kernels of float32 and wide layers, or None."""
     if spec.stride != 1:
         return f"it does stride 1, not {spec.stride}"
     if spec.itemsize != 4:
         return "numbers have 16 bits; it multiplies 32"
-    if (few := min(spec.filters or (spec.k, spec.c))) < 32:
+    if (few := min(spec.of_filters)) < 32:
         return f"{few} channels would leave most of a tile to nothing"
     return unaddressable(spec, gpu)
