@@ -61,6 +61,14 @@ def _score_sde(q, k, v, b):
     return torch.einsum("bhwij,bcij->bchw", p, v)
 
 
+def _sr3(q, k, v, b):
+    """Over images, in heads, of which there may be one: then einsum takes columns before rows."""
+    q, k, v = (x.mT[:, None, :, :4].unflatten(-1, (2, 2)) for x in (q, k, v))
+    w = torch.einsum("bnchw,bncyx->bnhwyx", q, k).contiguous() / math.sqrt(3)
+    p = w.flatten(4).softmax(-1).view(w.shape)
+    return torch.einsum("bnhwyx,bncyx->bnchw", p, v)
+
+
 def _less_largest(q, k, v, b, dim=-1):
     """As lucidrains' networks."""
     s = torch.einsum("bhid,bhjd->bhij", heads(q) * 0.3, heads(k))
@@ -91,6 +99,7 @@ FORMS = {
     "as guided diffusion": (_guided_diffusion, ONE),
     "as DDPM": (_ddpm, ONE),
     "as score_sde": (_score_sde, ONE),
+    "as SR3": (_sr3, ONE),
     "less the largest score": (_less_largest, ONE),
     "along rows": (_axial, ONE),
     "and its weights": (_two_sums, ONE),
@@ -134,6 +143,33 @@ def test_forms_in_float64(name):
     compared = compare(module.double(), tuple(x.double() for x in args))
     assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
     assert compared.graph.count().get("attention", 0) == FORMS[name][1]
+
+
+def _by_guided_diffusion(rows, first):
+    """q, k and v [N heads, d, T], of which either the heads or the parts come first."""
+    n, c, t = rows.shape
+    parts = rows.view(n * HEADS, -1, t).chunk(3, 1) if first == "heads" else rows.chunk(3, 1)
+    q, k, v = (x.reshape(n * HEADS, -1, t) for x in parts)
+    scale = q.shape[1] ** -0.25
+    p = torch.einsum("bct,bcs->bts", q * scale, k * scale).softmax(-1)
+    return torch.einsum("bts,bcs->bct", p, v).reshape(n, -1, t)
+
+
+@pytest.mark.parametrize("first", ["heads", "parts"])
+def test_parts_of_one_product_are_not_copied(first):
+    """Also where they are multiplied with numbers on the way."""
+
+    class Attends(nn.Sequential):
+        def forward(self, x):
+            return self[1](_by_guided_diffusion(self[0](x.flatten(2)), first))
+
+    module = Attends(nn.Conv1d(12, 36, 1), nn.Conv1d(12, 12, 1)).double()
+    compared = compare(module, (torch.randn(2, 12, 2, 3).double(),))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    graph = trace(module, (torch.randn(2, 12, 2, 3).double(),)).graph
+    (node,) = (node for node in graph.nodes if node.op == "attention")
+    assert graph.producers()[node.inputs["qkv"]].op == "linear"
+    assert graph.count().get("slice", 0) == 0 and graph.count()["layout"] == 2  # x, the result
 
 
 @pytest.mark.parametrize("queries", [1, 5])

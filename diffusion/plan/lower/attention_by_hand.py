@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from ..graph import Makers, Node, Value, made_of
-from ..views import View, merged, turned
+from ..views import View, merged, refined, turned
 from .arithmetic import arithmetic
 from .layers import attention, product_of_layer
 from .linear_attention import linear_attention
+from .sources import source
 from .table import Lowering, lowers
 
 _ATEN = torch.ops.aten
@@ -92,7 +93,7 @@ def _attention(low: Lowering, p: View, v: View, ahead: bool) -> View | None:
     if scores is None or not 0 < scores.scale < math.inf:
         return None
     # [B, T, S] of p v, [B, S, T] of v p
-    p, v = (p, v) if ahead else (turned(p), turned(v))
+    p, v = _keys_in_order(*((p, v) if ahead else (turned(p), turned(v))))
     t, s, count = scores.q.shape[-2], scores.k.shape[-2], math.prod(p.shape[:-2])
     dims = ((s, 1), (t, s)) if scores.keys_last else ((s, t), (t, 1))
     expected = ((count, t * s), dims[1], dims[0])
@@ -109,11 +110,24 @@ def _attention(low: Lowering, p: View, v: View, ahead: bool) -> View | None:
     parts = _by_heads(parts)
     if parts is None:
         return None
+    parts = [source(x, makers) for x in parts]
     y = attention(low, *parts, scale=scores.scale)
     y = y.reshape((*p.shape[:-2], t, v.shape[-1]))
     if y is None:
         return None
     return y if ahead else turned(y)
+
+
+def _keys_in_order(p: View, v: View) -> tuple[View, View]:
+    """p [..., S] v [..., S, d] with keys as they lie in p: of images einsum takes columns before
+    rows, of both."""
+    cuts = refined(p.dims[-1], v.dims[-2])
+    if cuts is None:
+        return p, v
+    cuts.sort(key=lambda cut: -cut[1])
+    of_p, of_v = (merged(tuple((cut[0], cut[at]) for cut in cuts)) for at in (1, 2))
+    dims = (*v.dims[:-2], of_v, v.dims[-1])
+    return View(p.value, (*p.dims[:-1], of_p), p.offset), View(v.value, dims, v.offset)
 
 
 def _scores(low: Lowering, softmax: Value, makers: Makers) -> _Scores | None:

@@ -15,6 +15,7 @@ from triton_kernels.attention.linear import MOST_MEMORY, MOST_WIDE
 from ..graph import Makers, Value
 from ..views import View, merged, strides, turned, whole
 from .layers import packed
+from .sources import source
 from .table import Lowering
 
 
@@ -137,7 +138,7 @@ def _part(low: Lowering, x: View, t: int, makers: Makers) -> _Part | None:
     if x.shape[1] != t:
         return None
     lead = _by_heads(x)
-    return None if lead is None else _Part(_source(lead, makers), memory)
+    return None if lead is None else _Part(source(lead, makers, "cast"), memory)
 
 
 def _in(x: View, shape: tuple[int, ...], part: tuple[int, ...]) -> tuple | None:
@@ -168,20 +169,3 @@ def _by_heads(x: View) -> View | None:
     """[B, T, d] as [N, heads, T, d], as it lies: samples are outermost in memory."""
     n = x.value.shape[0]
     return None if x.shape[0] % n else x.reshape((n, x.shape[0] // n, *x.shape[1:]))
-
-
-def _source(x: View, makers: Makers) -> View:
-    """The same elements where they were before copies that leave them in their order."""
-    while True:
-        x = View(makers.behind(x.value, "reshape", "cast"), x.dims, x.offset)
-        node = makers.of(x.value, "slice")
-        if node is None or node.attrs["axis"] != len(node.out.shape) - 1:
-            return x
-        width, whole_width = node.out.shape[-1], node.inputs["x"].shape[-1]
-        if any(step % width and step * n > width for n, step in x.pieces):
-            return x
-        dims = tuple(
-            tuple((n, step // width * whole_width if step >= width else step) for n, step in d)
-            for d in x.dims
-        )
-        x = View(node.inputs["x"], dims, x.offset + node.attrs["start"])
