@@ -45,11 +45,12 @@ def test_only_within_the_block_and_on_a_gpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("side", [3, 1])
 @pytest.mark.parametrize("size", [8, 16, 32, 64])
-def test_gpu_convolutions_wait_for_what_they_read(size, device):
+def test_gpu_convolutions_wait_for_what_they_read(size, side, device):
     """Two norms and two convolutions, each of which reads what the launch in front writes."""
     x = torch.randn(16, size, size, 64, device=device).bfloat16()
-    weight = torch.randn(64, 64, 3, 3, device=device).bfloat16() / 24
+    weight = torch.randn(64, 64, side, side, device=device).bfloat16() / (8 * side)
     weight = weight.contiguous(memory_format=torch.channels_last)
     bias = torch.randn(64, device=device)
     table = torch.randn(16, 4, 64, device=device)
