@@ -1,8 +1,8 @@
 """Norms over channels that a module writes itself, as a reduction and arithmetic, are one node.
 
 PyTorch would read and write the image several times. What is looked for is a quotient by a root of
-x's mean square over its last axis, or by what such a root becomes with eps, or the product with its
-reciprocal:
+the mean square over the last axis of x or axes, or by what such a root becomes with eps, or the
+product with its reciprocal:
 
     x / sqrt(mean(x^2) + eps)        RMSNorm, and LayerNorm of x - mean(x); also of var(x)
     x / max(|x|, eps)                F.normalize
@@ -50,8 +50,11 @@ def find_norms(graph: Graph) -> None:
 
 def _put(graph: Graph, product: Node, x: Value, width: int, attrs: dict[str, Any]) -> None:
     """What makes the product's value: of rows that are so wide."""
-    y = product.out
-    shape = (*x.shape[:-1], x.shape[-1] // width, width) if x.shape[-1] != width else x.shape
+    y, shape = product.out, x.shape
+    if x.shape[-1] != width:
+        lead = _lead(shape, width)
+        last = (shape[-1] // width,) if lead is None else ()
+        shape = (*(shape[:-1] if lead is None else lead), *last, width)
     if x.shape != shape:
         x = graph.make("reshape", {"x": x}, shape, x.dtype)
     node = graph.node("channel_norm", {"x": x}, {"y": (shape, y.dtype)}, **attrs)
@@ -85,6 +88,12 @@ class _Root:
         return replace(self, eps=eps / self.factor, eps_in=eps_in)
 
 
+def _lead(shape: tuple[int, ...], width: int) -> tuple[int, ...] | None:
+    """The axes in front of those that are so long together; None: there are none."""
+    ends = (i for i in reversed(range(len(shape))) if math.prod(shape[i:]) == width)
+    return next((shape[:i] for i in ends), None)
+
+
 def _maker(value: Value, makers: Makers) -> Node | None:
     """The node of a value, or of that which it is in another shape or dtype."""
     return makers.get(makers.behind(value, "reshape", "cast"))
@@ -116,7 +125,8 @@ def _norm_of(node: Node, makers: Makers) -> tuple | None:
     cast = makers.get(x)
     if cast is not None and cast.widens:  # statistics are in float32 of any dtype
         x = cast.inputs["x"]
-    if x.shape[-1] % root.width or not x.dtype.is_floating_point:
+    fits = x.shape[-1] % root.width == 0 or _lead(x.shape, root.width) is not None
+    if not fits or over.numel * root.width != x.numel or not x.dtype.is_floating_point:
         return None
     eps_in = root.eps_in or "root"
     how = {"centred": less is not None, "eps_in": eps_in, "factor": 1 / root.factor}
@@ -124,7 +134,7 @@ def _norm_of(node: Node, makers: Makers) -> tuple | None:
 
 
 def _of_each_row(b: Value, x: Value, makers: Makers) -> Value | None:
-    """What has a number for each row of x, which b repeats or not, [..., 1]."""
+    """What has a number for each row of x, which b repeats or not, [..., 1], [..., 1, 1], ..."""
     node = makers.of(b, "layout")
     if node is not None and b.shape == x.shape:
         *rest, (_, step) = node.attrs["pieces"]  # several rows of an axis
@@ -132,19 +142,22 @@ def _of_each_row(b: Value, x: Value, makers: Makers) -> Value | None:
         whole = len(rest) == 1 and rest[0][1] == 1 or not rest
         is_all = node.attrs["offset"] == 0 and count == node.inputs["x"].numel
         return node.inputs["x"] if step == 0 and whole and is_all else None
-    return b if b.shape == (*x.shape[:-1], 1) else None
+    ends = range(1, len(x.shape) + 1)
+    return b if any(b.shape == (*x.shape[:-i], *(1,) * i) for i in ends) else None
 
 
 def _less_mean(x: Value, width: int, makers: Makers) -> Value | None:
     """y, if x is y less the means of its rows."""
     node = _maker(x, makers)
-    if node is None or node.op != "add" or node.out.shape[-1] != width:
+    lead = None if node is None or node.op != "add" else _lead(node.out.shape, width)
+    if lead is None:
         return None
     less = _maker(node.inputs["b"], makers)
     if less is None or less.op != "affine" or less.attrs != {"scale": -1, "offset": 0}:
         return None
     mean = _reduced(less.inputs["x"], makers, _ATEN.mean.dim)
-    whole = node.inputs["b"].shape == (*node.out.shape[:-1], 1)
+    shape = node.out.shape
+    whole = node.inputs["b"].shape == (*lead, *(1,) * (len(shape) - len(lead)))
     y = node.inputs["a"]
     return y if whole and mean is not None and _same(mean, y, makers) else None
 
@@ -189,7 +202,7 @@ def _root(value: Value, makers: Makers) -> _Root | None:
     if calls(node, _ATEN.sqrt.default) or calls(node, _ATEN.pow.Tensor_Scalar, 0.5):
         return _square_root(node.inputs["x0"], makers)
     if (x := _reduced(value, makers, _ATEN.linalg_vector_norm.default)) is not None:
-        length = _axis_length(node)
+        length = _row_length(node)
         return _Root(x, length, math.sqrt(length))
     return _mean_square(value, makers)
 
@@ -207,12 +220,12 @@ def _mean_square(value: Value, makers: Makers) -> _Root | None:
     if (x := _reduced(value, makers, _ATEN.var.correction)) is not None:
         given = dict(node.attrs["options"])
         biased = given.get("correction", 1) == 0 or given.get("unbiased") is False
-        return _Root(x, _axis_length(node), 1.0, True, centred=True) if biased else None
+        return _Root(x, _row_length(node), 1.0, True, centred=True) if biased else None
     for target, is_mean in ((_ATEN.mean.dim, True), (_ATEN.sum.dim_IntList, False)):
         squares = _reduced(value, makers, target)
         x = None if squares is None else _squared(squares, makers)
         if x is not None:
-            length = _axis_length(node)
+            length = _row_length(node)
             return _Root(x, length, 1.0 if is_mean else float(length), True)
     return None
 
@@ -253,7 +266,7 @@ def _least(node: Node) -> float | None:
 
 
 def _reduced(value: Value, makers: Makers, target: Callable) -> Value | None:
-    """What this has reduced along its last axis, of which it keeps one element."""
+    """What this has reduced along its last axis or axes, of which it keeps one element."""
     node = _maker(value, makers)
     if node is None or node.op != "arith" or node.attrs["target"] != target:
         return None
@@ -261,8 +274,9 @@ def _reduced(value: Value, makers: Makers, target: Callable) -> Value | None:
     numbers = [number for _, number in node.attrs["arguments"][1:]]
     if target is _ATEN.linalg_vector_norm.default and numbers.pop(0) != 2:
         return None
-    return x if numbers[:1] == [[len(x.shape) - 1]] else None
+    last = [list(range(i, len(x.shape))) for i in range(len(x.shape))]
+    return x if numbers[:1] and numbers[0] in last else None
 
 
-def _axis_length(node: Node) -> int:
-    return node.inputs["x0"].shape[-1]
+def _row_length(node: Node) -> int:
+    return node.inputs["x0"].numel // node.out.numel

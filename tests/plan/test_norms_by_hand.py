@@ -98,6 +98,7 @@ FORMS: dict[str, Callable[[Norm, Tensor], Tensor]] = {
 # which are no norm over channels, or not of what they divide
 OTHERS: dict[str, Callable[[Norm, Tensor], Tensor]] = {
     "over pixels": lambda m, x: F.normalize(x.flatten(2), dim=2),
+    "over axes that lie apart": lambda m, x: x / (x.norm(dim=(1, 2), keepdim=True) + 1e-4),
     "of the first power": lambda m, x: F.normalize(x, p=1, dim=1),
     "of another": lambda m, x: x / _rms(x * m.g, 0.1),
     "by the unbiased variance": lambda m, x: (
@@ -146,6 +147,47 @@ def test_is_none(name):
     compared = compare(*made(OTHERS[name]))
     assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
     assert "channel_norm" not in compared.graph.count()
+
+
+def _of_norm_one(w):
+    """EDM2's filters."""
+    norm = torch.linalg.vector_norm(w, dim=(1, 2, 3), keepdim=True)
+    return w / torch.add(1e-4, norm, alpha=w[0].numel() ** -0.5)
+
+
+def _standard(w):
+    """Weight standardisation, of which filters have no mean."""
+    mean, var = w.mean((1, 2, 3), True), w.var((1, 2, 3), unbiased=False, keepdim=True)
+    return (w - mean) * (var + 1e-3).rsqrt()
+
+
+OF_FILTERS = {
+    "of norm 1": _of_norm_one,
+    "standardised": _standard,
+    "F.normalize": lambda w: F.normalize(w.flatten(1)).view(w.shape),
+    "over taps alone": lambda w: w / w.norm(dim=(2, 3), keepdim=True),
+    "of all": lambda w: w / (w.square().mean((0, 1, 2, 3), keepdim=True) + 1e-3).sqrt(),
+}
+
+
+@pytest.mark.parametrize("name", OF_FILTERS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_of_filters(name, size):
+    """Over several axes, which lie one behind the other."""
+
+    class Filters(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 6, size, size))
+
+        def forward(self, x):
+            return F.conv2d(x, 0.3 * OF_FILTERS[name](self.w))
+
+    torch.manual_seed(0)
+    compared = compare(Filters().double(), (torch.randn(2, 6, 4, 5).double(),))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    assert compared.graph.count().get("channel_norm", 0) == 1
+    assert "mul" not in compared.graph.count() or size == 1
 
 
 @pytest.mark.parametrize("n", [1, 2])
