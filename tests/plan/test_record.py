@@ -1,5 +1,7 @@
 """Every call of a module is noted, once, without its numbers, and with its line."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -267,6 +269,22 @@ def test_what_a_module_keeps_is_forgotten():
     record(net, (torch.randn(2, 4),), {})
     assert net.seen is before and not hasattr(net, "table")
     assert net(torch.ones(2, 4))[1].tolist() == [0, 1, 2, 3]
+
+
+@functools.lru_cache
+def _kept_mask(n, device):
+    return torch.arange(n, device=device) % 2 == 0
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_a_cache_keeps_is_forgotten(autocast):
+    """As k-diffusion keeps the masks of its windows."""
+    net = Net(lambda net, x: x * _kept_mask(x.shape[-1], x.device))
+    fast, x = accelerate(net), torch.randn(3, 4)
+    _kept_mask.cache_clear()
+    with torch.autocast("cpu", enabled=autocast):
+        for given in (x, x[:2]):
+            assert torch.equal(fast(given), net(given))
 
 
 def test_a_result_that_is_an_argument():

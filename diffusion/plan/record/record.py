@@ -24,6 +24,7 @@ from .functions import ByDevice, Functions, casts
 from .kept import left_in
 from .module import (
     attributes_kept,
+    caches_kept,
     places_of,
     refuse_changes,
     refuse_parts,
@@ -80,6 +81,7 @@ def _record(
     refuse_parts(module)
     with ExitStack() as stack:
         attributes = stack.enter_context(attributes_kept(module))
+        stack.enter_context(caches_kept())
         refuse_silent_hooks(module)
         # in inference mode PyTorch takes nothing apart, and writes in place
         stack.enter_context(torch.inference_mode(False))
