@@ -74,20 +74,22 @@ def test_a_norm_takes_what_addcmul_adds_and_multiplies():
 class Concats(nn.Module):
     """An image of a layer that is PyTorch's beside one of ours."""
 
-    def __init__(self):
+    def __init__(self, c):
         super().__init__()
-        self.up = nn.ConvTranspose2d(4, 8, 2, 2)
-        self.skip, self.out = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(16, 4, 3, padding=1)
+        self.up = nn.ConvTranspose2d(4, c, 2, 2)
+        self.skip, self.out = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(c + 8, 4, 3, padding=1)
 
     def forward(self, x, skip):
         return self.out(torch.cat([self.up(x), self.skip(skip)], 1))
 
 
-def test_a_concat_is_in_the_order_of_convolutions():
+@pytest.mark.parametrize("c", [8, 24])
+def test_a_concat_is_in_the_order_of_convolutions(c):
+    """Also where most of it is in the other."""
     args = torch.randn(2, 4, 4, 4), torch.randn(2, 4, 8, 8)
-    graph, _ = evaluate(Concats(), args, {})
+    graph, _ = evaluate(Concats(c), args, {})
     (cat,) = [node for node in graph.nodes if node.op == "cat"]
-    assert cat.out.shape == (2, 8, 8, 16)
+    assert cat.out.shape == (2, 8, 8, c + 8)
     assert graph.count()["layout"] == 3  # of the second argument, of one half, of the result
 
 

@@ -131,14 +131,14 @@ def memory_order(x: View) -> list[int]:
     return [next(ranked) if x.dims[i] else i for i in range(len(x.dims))]
 
 
-def _order_of_most(views: list[View]) -> list[int]:
-    """The order in which most elements are already; of two alike one that is not the module's, for
-    that is of our layers, and others read it."""
+def _order_of_layers(views: list[View]) -> list[int]:
+    """The order in which most elements are already that is not the module's, if there is one: it is
+    that of our layers, and others read what is made here."""
     elements: dict[tuple[int, ...], int] = {}
     for x in views:
         order = tuple(memory_order(x))
         elements[order] = elements.get(order, 0) + math.prod(x.shape)
-    return list(max(elements, key=lambda order: (elements[order], order != tuple(sorted(order)))))
+    return list(max(elements, key=lambda order: (order != tuple(sorted(order)), elements[order])))
 
 
 @lowers("cat")
@@ -146,7 +146,7 @@ def _cat(low, views, at=0):
     dtype = low.meta.dtype
     at %= len(low.meta.shape)
     views = [x for x in views if x.shape != (0,)]
-    order = _order_of_most(views)
+    order = _order_of_layers(views)
     parts = [low.cast(low.gather(x.permute(order)), dtype) for x in views]
     shape = [low.meta.shape[i] for i in order]
     inputs, axis = numbered("x", parts), order.index(at)
