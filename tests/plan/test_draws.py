@@ -128,3 +128,20 @@ def test_on_a_gpu(name, low, monkeypatch):
         made.append(y[0] if isinstance(y, tuple) else y)
     tolerance = 0.05 if low else 1e-4
     torch.testing.assert_close(*made, rtol=tolerance, atol=tolerance)
+
+
+def test_latents_of_diffusers_are_the_modules():
+    """`AutoencoderKL` that samples draws with `generator=None`."""
+    diffusers = pytest.importorskip("diffusers")
+    blocks = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
+    sizes = {"block_out_channels": (8,), "layers_per_block": 1, "norm_num_groups": 4}
+    torch.manual_seed(0)
+    module = diffusers.AutoencoderKL(**blocks, **sizes).double()
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    made = []
+    for net in (module, accelerate(module)):
+        torch.manual_seed(1)
+        y = net(x, sample_posterior=True).sample
+        made.append((y, *torch.autograd.grad(y.square().sum(), list(module.parameters()))))
+    for a, b in zip(*made, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-10)
