@@ -17,8 +17,9 @@ from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import WeightGradsSpec, precision_of
 from ..runtime.device import describe
-from .hopper import group_wgrad, rounds_wgrad, row_wgrad
+from .hopper import group_wgrad, points_wgrad, rounds_wgrad, row_wgrad
 from .hopper.group_wgrad import Gradient, Tile
+from .hopper.points_wgrad import Points
 from .hopper.rounds_wgrad import Rounds
 from .weight_grad import conv_weight_grad, one_after_one, weight_grad_spec
 from .wgrad_parts import sum_group
@@ -31,7 +32,7 @@ class _InTurn(NamedTuple):
     """Each by `conv_weight_grad`."""
 
 
-_Plan = Tile | Rounds | _InTurn
+_Plan = Tile | Rounds | Points | _InTurn
 
 
 def conv_weight_grads(
@@ -86,6 +87,7 @@ WEIGHT_GRADS = Op(
         ),
         group_wgrad.KERNEL,
         rounds_wgrad.KERNEL,
+        points_wgrad.KERNEL,
     ),
 )
 
@@ -101,6 +103,14 @@ def _run(
     if isinstance(plan, _InTurn):
         for g in group:
             conv_weight_grad(*g, accumulate=accumulate, allow_tf32=allow_tf32)
+    elif isinstance(plan, Points):
+        whole, pieces, programs = points_wgrad.cut(spec, gpu, plan, share)
+        shape = (pieces, 1 if plan.splits else 2, plan.co, 1, plan.ci)
+        parts = _empty(shape, dtype=torch.float32, device=group[0].x.device)
+        points_wgrad.launch(group, parts, plan, whole, programs, accumulate)
+        if pieces:
+            tiles = points_wgrad.pixel_tiles(spec, plan)
+            sum_group(parts, [g.out for g in group], tiles, accumulate, whole)
     elif isinstance(plan, Rounds):
         whole = rounds_wgrad.whole_blocks(spec, gpu, plan)
         pieces = rounds_wgrad.cut_blocks(spec, gpu, plan) * plan.splits
