@@ -59,6 +59,7 @@ BACKWARD = {
 FUSED = {
     "casts": "x0, x1, ... in another dtype, as y0, y1, ...: parameters, once in a call",
     "bias_grads": "sums of rows0, rows1, ...: of each result its rows and first column, as `parts`",
+    "weight_grads": "conv_dw or linear_dw of x0, dy0, x1, dy1, ... of one size, as y0, y1, ...",
     "columns": "channels start to stop, where they lie: rows are further apart",
     "pad_channels": "zeros behind the channels, up to `width`, in another dtype",
     "conv_fused": "conv or linear + emb [N, C] + residual + extra columns^T; and partials of it",
@@ -111,7 +112,7 @@ STAGED = {
 PARTS = ("qkv", "q", "kv", "k", "v")
 # of linear attention, in front of the positions of the image: keys and values of all samples [M, C]
 MEMORY = ("memory_k", "memory_v")
-WEIGHT_GRADS = ("conv_dw", "linear_dw")
+WEIGHT_GRADS = ("conv_dw", "linear_dw", "weight_grads")
 # what norm_grad_table makes that are sums over images, side by side in its rows
 SUMS_OF_NORM = ("weight", "bias", "input_bias")
 FREE = ("reshape", "columns", "detach", "rewritten")  # which make no memory

@@ -8,7 +8,8 @@ tensors, as in `accelerate`, and `step.order` has those with places in one flat 
 
 - Small sums and casts that only gradients of parameters need are off the path, too. The sum of
   rows that many of these are (`together`) is in the last piece.
-- A piece of work has `GROUP` weight gradients, of any sizes, which are launched one by one.
+- A piece of work has `GROUP` weight gradients. Those of one size are one node (`weight_grads`), so
+  that the kernels' registry may choose one launch for them.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from .graph import Node, Value
 from .moves import Move
 from .ops import WEIGHT_GRADS
+from .weight_grads import weight_grads_together
 
 SMALL = (  # what makes of gradients of weights those of parameters
     "sum", "cast", "reshape", "slice", "add", "mul", "affine", "cat", "pad", "layout",
@@ -44,6 +46,7 @@ def backward_moves(nodes: Sequence[Node]) -> list[Move]:
 
 
 def _piece(nodes: Sequence[Node]) -> Move:
+    nodes = weight_grads_together(nodes)
     return Move("beside", (nodes[-1],), before=tuple(nodes[:-1]))
 
 

@@ -20,6 +20,7 @@ from diffusion.plan.fuse.preparing import PREPARING
 from diffusion.plan.fuse.rewrite import Fusing
 from diffusion.plan.fuse.rows import leaving_out
 from diffusion.plan.moves import nodes_of
+from diffusion.plan.ops import WEIGHT_GRADS
 from diffusion.runtime.backend import TORCH_FP32
 from tests.diffusion.diffusers_models import ours
 from tests.plan.compare import in_float64
@@ -142,8 +143,8 @@ def test_launches_of_a_residual_block_training():
     assert sorted(op for op, _ in backward) == sorted(
         ["conv_input_grad", "norm_grad_table"] * 2
         + ["norm_dx", "skip_dx", "linear_dx"]
-        + ["conv_dw"] * 2
-        + ["linear_dw"] * 3  # the skip's two halves, and the embedding's
+        + ["conv_dw"] * 2  # in two pieces of work
+        + ["weight_grads", "linear_dw"]  # of the skip's two halves, and the embedding's
         + ["row_sums", "bias_grads"]  # of the output, whose gradient comes from elsewhere; of all
     )
     assert [i for op, i in backward if op == "conv_input_grad"] == [
@@ -268,9 +269,10 @@ def test_gradients_of_weights_in_16_bits_are_not_rounded():
     module, args, _ = network("diffusers: as diffusers trains")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         made = plan(module, args, trains=True)
-    grads = [n for n in nodes_of(made.schedule.backward) if n.op == "conv_dw"]
-    assert grads and all(n.out.dtype == torch.float32 for n in grads)
-    assert all(n.inputs["x"].dtype == torch.bfloat16 for n in grads)
+    grads = [n for n in nodes_of(made.schedule.backward) if n.op in WEIGHT_GRADS]
+    assert grads and all(v.dtype == torch.float32 for n in grads for v in n.outputs.values())
+    images = [v for n in grads for v in n.inputs.values() if len(v.shape) == 4]
+    assert all(v.dtype == torch.bfloat16 for v in images)
 
 
 def test_a_result_that_backward_or_the_caller_reads_is_not_hidden():
@@ -346,9 +348,9 @@ def test_gradients_of_weights_are_rounded_once():
     module, args, kwargs = example("unet_tiny", 2, "16", "bf16")
     made = plan(module.train(), args, kwargs, trains=True)
     readers = made.graph.consumers()
-    grads = [node for node in made.graph.nodes if node.op in ("conv_dw", "linear_dw")]
-    whole = [n for n in grads if all(r is None or r.op != "cat" for r in readers.get(n.out, ()))]
-    assert len(whole) > 50 and all(node.out.dtype == torch.float32 for node in whole)
+    grads = [v for n in made.graph.nodes if n.op in WEIGHT_GRADS for v in n.outputs.values()]
+    whole = [v for v in grads if all(r is None or r.op != "cat" for r in readers.get(v, ()))]
+    assert len(whole) > 50 and all(value.dtype == torch.float32 for value in whole)
     assert all(grad.shape == v.shape for v, grad in made.backward.grads.items())
 
 

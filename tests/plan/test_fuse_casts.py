@@ -9,6 +9,7 @@ from torch import nn
 from diffusion import accelerate
 from diffusion.plan.build import plan
 from diffusion.plan.fuse.rows import applied, leaving_out
+from diffusion.plan.ops import WEIGHT_GRADS
 from diffusion.plan.planned import Planned
 from tests.diffusion.test_fused_unet import OF_CASTS
 from tests.plan.strangers import Normed
@@ -143,8 +144,8 @@ def test_parts_of_gradients_of_weights_are_float32_from_the_start():
         without, (_, *rounded) = made(module, args)
     planned, (_, *grads) = made(module, args)
     behind = planned.graph.nodes[planned.backward.start :]
-    makers = [node for node in behind if node.op in ("conv_dw", "linear_dw")]
-    assert len(makers) == 1 + 1 + 2 and {node.out.dtype for node in makers} == {torch.float32}
+    made_there = [v for n in behind if n.op in WEIGHT_GRADS for v in n.outputs.values()]
+    assert len(made_there) == 1 + 1 + 2 and {v.dtype for v in made_there} == {torch.float32}
     assert not any(node.op == "cast" and node.inputs["x"].shape[-1] == 8 for node in behind)
     assert len(planned.graph.nodes) < len(without.graph.nodes)
     for a, b in zip(grads, rounded, strict=True):

@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..graph import Node, many
-from ..ops import MEMORY, PARTS, WEIGHT_GRADS
+from ..graph import Node, Value, many
+from ..ops import MEMORY, PARTS
 from .pytorch import leaf
 from .table import (
     Inputs,
@@ -134,16 +134,12 @@ def _conv_down_dx(run, node, given):
     return run.kernels.conv_down_input_grad(*tensors, node.attrs["padding"], add)
 
 
-@launches(*WEIGHT_GRADS)
+@launches("conv_dw", "linear_dw")
 def _weight_grad(run, node, given):
     """Of a step they are launched in groups, by `Launcher.weights`, into their places."""
-    x, dy = _rows(given["x"]).contiguous(), _rows(given["dy"]).contiguous()
-    co, ci, *size = node.out.shape
-    r, s = size or (1, 1)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    out = torch.empty((co, r, s, ci), dtype=wide, device=x.device).permute(0, 3, 1, 2)
+    x, dy, out = _of_gradient(given["x"], given["dy"], node.out)
     if node.keeps_size:
-        run.of(node).conv_weight_grad(x, dy, out)
+        run.of(node).conv_weight_grads((x, dy, out))
         return out.reshape(node.out.shape)
     (y0, y1, x0, x1), stride, padding = _cut(node)
     x = F.pad(x, (0, 0, x0, x1, y0, y1)) if any((y0, y1, x0, x1)) else x
@@ -153,6 +149,24 @@ def _weight_grad(run, node, given):
         images = x.permute(0, 3, 1, 2), out.shape, dy.permute(0, 3, 1, 2)
         out = torch.nn.grad.conv2d_weight(*images, stride, padding)
     return out.reshape(node.out.shape)
+
+
+@launches("weight_grads")
+def _weight_grads(run, node, given):
+    pairs = zip(many(given, "x"), many(given, "dy"), node.outputs.values(), strict=True)
+    group = [_of_gradient(*pair) for pair in pairs]
+    run.of(node).conv_weight_grads(*group)
+    made = zip(node.outputs.items(), group, strict=True)
+    return {role: out.reshape(value.shape) for (role, value), (*_, out) in made}
+
+
+def _of_gradient(x: Tensor, dy: Tensor, made: Value) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands of a weight gradient, and a tensor for it."""
+    x, dy = _rows(x).contiguous(), _rows(dy).contiguous()
+    co, ci, *size = made.shape
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = torch.empty((co, *(size or (1, 1)), ci), dtype=wide, device=x.device)
+    return x, dy, out.permute(0, 3, 1, 2)
 
 
 # --- attention ------------------------------------------------------------------------------------

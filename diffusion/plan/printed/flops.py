@@ -28,6 +28,9 @@ def flops_of(node: Node) -> int:
         return (8 if "dy" in inputs else 4) * each.numel * each.shape[-1] // node.attrs["heads"]
     if op in ("conv_dw", "linear_dw"):
         return 2 * _pixels(inputs["dy"]) * out.numel
+    if op == "weight_grads":
+        pairs = zip(node.many("dy"), node.outputs.values(), strict=True)
+        return sum(2 * _pixels(dy) * y.numel for dy, y in pairs)
     if op == "stage":  # sums [..., N, C, T]
         _, n, _, t = out.shape
         return 2 * (n * t // 2 if node.attrs["transposed"] else n * t) * inputs["weight"].numel
