@@ -92,8 +92,11 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "conv_single_tile_kernel": _SHARED,
     "conv_one_row_kernel": _SHARED,
     "conv_parity_kernel": _SHARED,
-    "conv_pointwise_group_wgrad_kernel": _REGISTERS,
-    "conv_points_wgrad_kernel": [({"WIDTH": 64}, _REGISTERS), ({}, _SHARED)],
+    "conv_points_wgrad_kernel": [
+        ({"ACROSS": 5, "SWAPPED": True}, _REGISTERS._replace(spills=96)),  # of where it writes
+        ({"WIDTH": 64}, _REGISTERS),
+        ({}, _SHARED),
+    ],
     "conv_pointer_input_grad_kernel": [
         ({"ROWS": 4, "arch": 80}, Expect(spills=16)),
         ({"ROWS": 4, "arch": 89}, Expect(spills=20)),

@@ -196,17 +196,15 @@ def test_parts_of_measured_rows(path):
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])
-@pytest.mark.parametrize("size", [1, 3])
-def test_parts_of_several(size, share, monkeypatch):
+def test_parts_of_several(share, monkeypatch):
     """Pieces of one list are as long as parts may be, and each block has two of a program at
     most."""
     seen = []
-    for name, at in (("launch_rows", 1), ("launch_points", 2)):
-        monkeypatch.setattr(group_wgrad, name, lambda *given, at=at: seen.append(len(given[at])))
+    monkeypatch.setattr(group_wgrad, "launch_rows", lambda *given: seen.append(len(given[1])))
     monkeypatch.setattr(wgrad_group, "sum_group", lambda *_: None)
     for batch in BATCHES:
         group = [
-            group_wgrad.Gradient(*tensors(batch, 32, 32, ci, 128, size, BF16))
+            group_wgrad.Gradient(*tensors(batch, 32, 32, ci, 128, 3, BF16))
             for ci in (256, 128, 192)
         ]
         with standing_for(H100):
@@ -217,9 +215,8 @@ def test_parts_of_several(size, share, monkeypatch):
                 wgrad_group._run(group, False, tile, True, share)
                 blocks = group_wgrad.count_blocks(spec, tile)
                 steps = group_wgrad.pixel_tiles(spec.convs[0], tile)
-                pixels = 256 if size == 3 else 64 * tile.steps
-                piece = -(-blocks * steps // seen[-1]) * pixels
-                assert piece / 16 <= MOST_PRODUCTS + pixels / 16
+                piece = -(-blocks * steps // seen[-1]) * 256
+                assert piece / 16 <= MOST_PRODUCTS + 256 / 16
                 assert blocks <= seen[-1] <= blocks * steps
         assert tiles
 

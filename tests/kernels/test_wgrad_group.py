@@ -131,11 +131,6 @@ LARGE = {
     "16x16": Group(13, 16, 16, 3, ((64, 128), (128, 192), (192, 64), (64, 64))),
     "8x8": Group(64, 8, 8, 3, ((256, 192), (64, 128), (256, 256), (128, 256))),
     "8x8, an odd number": Group(37, 8, 8, 3, ((64, 64), (64, 64), (64, 64))),
-    "1x1 of 64": Group(3, 64, 64, 1, ((64, 64), (64, 64), (128, 64)), apart=64),
-    "1x1 of 128": Group(3, 32, 32, 1, ((64, 128), (128, 128), (192, 128), (128, 128)), apart=128),
-    "1x1 of 192": Group(5, 16, 16, 1, ((192, 576), (192, 192), (256, 192), (192, 192))),
-    "1x1 of 256": Group(9, 8, 8, 1, ((256, 768), (256, 256)), apart=256),
-    "1x1, odd": Group(7, 5, 9, 1, ((64, 128), (192, 64), (128, 64))),
 }
 
 
@@ -224,7 +219,7 @@ class TestGpu:
         [
             pytest.param(name, tile, id=f"{name}-{tuple(tile)}")
             for name, group in LARGE.items()
-            for tile in (group_wgrad.ROWS if group.kernel == 3 else group_wgrad.POINTS)
+            for tile in group_wgrad.ROWS
         ],
     )
     def test_one_launch(self, name, tile: Tile, accumulate, device, monkeypatch):

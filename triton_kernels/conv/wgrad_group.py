@@ -117,15 +117,8 @@ def _run(
         _run_rows(group, accumulate, pieces, plan.splits, whole)
     else:
         programs = group_wgrad.programs(spec, gpu, plan, share)
-        if spec.convs[0].r == 3:
-            blocks = group_wgrad.count_blocks(spec, plan)
-            _run_rows(group, accumulate, programs, programs // blocks * (programs % blocks == 0))
-            return
-        shape = (programs, 2, 64 * plan.co_blocks, 1, 64 * plan.ci_blocks)
-        parts = _empty(shape, dtype=torch.float32, device=group[0].x.device)
-        group_wgrad.launch_points(group, plan, parts)
-        steps = group_wgrad.pixel_tiles(spec.convs[0], plan)
-        sum_group(parts, [g.out for g in group], steps, accumulate)
+        blocks = group_wgrad.count_blocks(spec, plan)
+        _run_rows(group, accumulate, programs, programs // blocks * (programs % blocks == 0))
 
 
 def _run_rows(

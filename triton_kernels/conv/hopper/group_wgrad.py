@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes, missing
+from ...hopper.descriptors import SUPPORTED, missing
 from ...reductions.column_sum import num_splits
-from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec, WeightGradsSpec
 from ...runtime.device import Device
@@ -22,9 +21,7 @@ from . import row_wgrad
 from .operands import in_rows
 
 if SUPPORTED:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    from .group_wgrad_kernels import conv_pointwise_group_wgrad_kernel, conv_row_group_wgrad_kernel
+    from .group_wgrad_kernels import conv_row_group_wgrad_kernel
 
 
 class Gradient(NamedTuple):
@@ -50,11 +47,6 @@ class Tile(NamedTuple):
 
 
 ROWS = tuple(Tile(1, 1, 4, row_wgrad.STAGES, 1, even) for even in (0, 1, 2))
-POINTS = tuple(
-    Tile(*numbers, even)
-    for even in (1, 2)
-    for numbers in ((1, 1, 2, 3, 2), (2, 2, 2, 3, 1), (3, 3, 1, 4, 1))
-)
 
 
 def refuse_group(spec: WeightGradsSpec, gpu: Device) -> str | None:
@@ -79,22 +71,21 @@ def refuse_group(spec: WeightGradsSpec, gpu: Device) -> str | None:
 def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
     """Why no launch does all of them, or None."""
     first = spec.convs[0]
-    if (first.r, first.s) not in ((1, 1), (3, 3)):
-        return f"it does 1x1 and 3x3 filters, not {first.r}x{first.s}"
+    if (first.r, first.s) != (3, 3):
+        return f"it does 3x3 filters, not {first.r}x{first.s}"
     if reason := refuse_group(spec, gpu):
         return reason
     for conv in spec.convs:
         if odd := [c for c in (conv.c, conv.k) if c % 64]:
             return f"{odd[0]} channels are no multiple of 64"
-        if first.r == 3 and (reason := row_wgrad.refuse_rows(conv, gpu)):
+        if reason := row_wgrad.refuse_rows(conv, gpu):
             return reason
     return None
 
 
 def tiles(spec: WeightGradsSpec, gpu: Device) -> list[Tile]:
     """Those with which a launch can do all of them."""
-    found = ROWS if spec.convs[0].r == 3 else POINTS
-    return [t for t in found if count_blocks(spec, t) <= _slots(gpu, t) and _filled(spec, t)]
+    return [t for t in ROWS if count_blocks(spec, t) <= _slots(gpu, t) and _filled(spec, t)]
 
 
 def programs(spec: WeightGradsSpec, gpu: Device, tile: Tile, share: float = 1.0) -> int:
@@ -115,9 +106,7 @@ def programs(spec: WeightGradsSpec, gpu: Device, tile: Tile, share: float = 1.0)
 
 def pixel_tiles(conv: ConvSpec, tile: Tile) -> int:
     """Steps in the sum of one block of channels."""
-    if conv.r == 3:
-        return math.prod(row_wgrad.tiles_of(conv.n, conv.h, conv.w))
-    return _point_tiles(conv.n * conv.h * conv.w, tile)
+    return math.prod(row_wgrad.tiles_of(conv.n, conv.h, conv.w))
 
 
 def launch_rows(
@@ -163,27 +152,6 @@ def launch_rows(
     )
 
 
-def launch_points(gradients: Sequence[Gradient], tile: Tile, parts: Tensor) -> None:
-    """Those of 1x1 filters, in `parts` float32 [programs, 2, CO, 1, CI] of a tile's channels."""
-    conv_pointwise_group_wgrad_kernel[(len(parts),)](
-        *filled([_in_points(t) for x, dy, _ in gradients for t in (x, dy)], 2 * MOST, None),
-        parts,
-        *channels_of([g.x.shape[3] for g in gradients], [g.dy.shape[3] for g in gradients]),
-        _point_tiles(gradients[0].x.numel() // gradients[0].x.shape[3], tile),
-        COUNT=len(gradients),
-        GROUPS=tile.co_blocks,
-        BLOCKS=tile.ci_blocks,
-        STEPS=tile.steps,
-        STAGES=tile.stages,
-        num_warps=4,
-        maxnreg=168 if tile.co_blocks == 2 else 128,
-    )
-
-
-def _point_tiles(pixels: int, tile: Tile) -> int:
-    return -(-pixels // (64 * tile.steps))
-
-
 def _slots(gpu: Device, tile: Tile) -> int:
     return gpu.num_sms * tile.programs
 
@@ -200,30 +168,4 @@ def _filled(spec: WeightGradsSpec, tile: Tile) -> bool:
     return 2 * used >= count_blocks(spec, tile) * tile.co_blocks * tile.ci_blocks
 
 
-def _in_points(x: Tensor) -> "TensorDescriptor":
-    n, h, w, c = x.shape
-    return in_boxes(x, [n * h * w, c], [c, 1], [64, 64])
-
-
-def _work(spec: WeightGradsSpec, gpu: Device, tile: Tile) -> Work | None:
-    """Of 1x1 filters what its programs do; of others no times were fitted."""
-    first = spec.convs[0]
-    if first.r == 3:
-        return None
-    count = programs(spec, gpu, tile)
-    steps = pixel_tiles(first, tile) * count_blocks(spec, tile) / count
-    pixels, numbers = 64 * tile.steps, 64**2 * tile.co_blocks * tile.ci_blocks
-    return Work(
-        tiles=count,
-        resident=tile.programs,
-        products=numbers * pixels * steps,
-        fetched=(tile.co_blocks + tile.ci_blocks) * 128 * pixels * steps,
-        steps=steps,
-        written=0,
-        memory=sum(conv.n * conv.h * conv.w * (conv.k + conv.c) * 2 for conv in spec.convs),
-        parts=count * numbers * 4,
-        splits=2,
-    )
-
-
-KERNEL = Kernel("group_wgrad", Tile, refuse, tiles, work=_work, fitted_by=("co_blocks",))
+KERNEL = Kernel("group_wgrad", Tile, refuse, tiles)

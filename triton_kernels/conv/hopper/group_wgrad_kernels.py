@@ -7,24 +7,18 @@ others: the end of the sum of one block, perhaps, and the beginning of the next 
 multiprocessor is idle, however many blocks there are, and of all these sums together there are at
 most two parts a program, which `conv.wgrad_parts` adds up.
 
-Two kernels share that, and differ in what a tile is (`wgrad_pieces`): of 3x3 filters that of
-`row_wgrad`, of 1x1 filters `_Points`. What belongs to a gradient are arguments with its number, and
+A tile is that of `row_wgrad`. What belongs to a gradient are arguments with its number, and
 no tuples, since Triton 3.6 and 3.7 launch no kernel with descriptors of tensors in a tuple.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ...hopper.compat import aggregate, sync_threads, tma_load
-from ...hopper.pipeline import new_ring
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs
 from ..wgrad_parts import gradient_of
 from .row_wgrad_kernel import Rows, new_row_ring
 from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, begin_of, load_piece
-
-# --- 3x3 filters ----------------------------------------------------------------------------------
 
 
 @gluon.jit(do_not_specialize=["tiles", "whole", "spread"])
@@ -125,110 +119,4 @@ def conv_row_group_wgrad_kernel(
         accumulate_piece, (products, sums, ring, piece),
         load_piece, (gradients, products, ring, piece, COUNT),
         3, (160, 32 if ALONE or W != 16 else 40),
-    )  # fmt: skip
-
-
-# --- 1x1 filters ----------------------------------------------------------------------------------
-
-
-@aggregate
-class _Points:
-    """Tiles are STEPS times 64 pixels, blocks GROUPS x BLOCKS times 64x64 channels; a warpgroup has
-    64 channels of dy, with all of x."""
-
-    GROUPS: gl.constexpr
-    STEPS: gl.constexpr
-    ACCS: gl.constexpr
-    WIDTH: gl.constexpr
-    CI_SIZE: gl.constexpr
-    CO_SIZE: gl.constexpr
-
-    @gluon.jit
-    def load(self, gradient, ring, block, tile, place):
-        BYTES: gl.constexpr = self.STEPS * (self.GROUPS + self.ACCS) * 64 * 128
-        x_bufs, dy_bufs = ring.bufs
-        ci_blocks = gl.cdiv(gradient.CI, self.CI_SIZE)
-        ci0 = block % ci_blocks * self.CI_SIZE
-        co0 = block // ci_blocks * self.CO_SIZE
-        stage, bar = ring.acquire(place, BYTES)
-        for step in gl.static_range(self.STEPS):
-            slot = stage * self.STEPS + step
-            pixel = (tile * self.STEPS + step) * 64
-            for i in gl.static_range(self.GROUPS):
-                buf = dy_bufs.index(slot * self.GROUPS + i)
-                tma_load(gradient.dy_desc, [pixel, co0 + i * 64], bar, buf)
-            for i in gl.static_range(self.ACCS):
-                buf = x_bufs.index(slot * self.ACCS + i)
-                tma_load(gradient.x_desc, [pixel, ci0 + i * 64], bar, buf)
-
-    @gluon.jit
-    def dy(self, GROUP: gl.constexpr, ring, stage, step: gl.constexpr):
-        return ring.bufs[1].index((stage * self.STEPS + step) * self.GROUPS + GROUP)
-
-    @gluon.jit
-    def x(self, GROUP: gl.constexpr, ring, stage, step: gl.constexpr, i: gl.constexpr):
-        return ring.bufs[0].index((stage * self.STEPS + step) * self.ACCS + i)
-
-    @gluon.jit
-    def first_row(self, GROUP: gl.constexpr, sums):
-        return GROUP * 64 * sums.stride_co
-
-
-@gluon.jit(do_not_specialize=["tiles"])
-def conv_pointwise_group_wgrad_kernel(
-    x1_desc,  # [pixels, CI] in boxes [64, 64]
-    dy1_desc,  # [pixels, CO] in such boxes
-    x2_desc,
-    dy2_desc,
-    x3_desc,  # or None, as many as there are
-    dy3_desc,
-    x4_desc,
-    dy4_desc,
-    part_ptr,  # float32 [programs, 2, GROUPS * 64, BLOCKS * 64]
-    CI1,
-    CI2,
-    CI3,
-    CI4,
-    CO1,
-    CO2,
-    CO3,
-    CO4,
-    tiles,  # of STEPS * 64 pixels, of a block
-    COUNT: gl.constexpr,  # of gradients, from 2 to 4
-    GROUPS: gl.constexpr,  # of 64 channels of dy, of a program: a warpgroup each
-    BLOCKS: gl.constexpr,  # of 64 channels of x, of a program
-    STEPS: gl.constexpr,  # of 64 pixels
-    STAGES: gl.constexpr,
-):
-    dtype: gl.constexpr = x1_desc.dtype
-    SLOTS: gl.constexpr = STAGES * STEPS
-    CI_SIZE: gl.constexpr = BLOCKS * 64
-    CO_SIZE: gl.constexpr = GROUPS * 64
-    x_bufs = gl.allocate_shared_memory(dtype, [SLOTS * BLOCKS, 64, 64], x1_desc.layout)
-    dy_bufs = gl.allocate_shared_memory(dtype, [SLOTS * GROUPS, 64, 64], dy1_desc.layout)
-    ring = new_ring((x_bufs, dy_bufs), STAGES, GROUPS)
-    fence_async_shared()
-    sync_threads()
-
-    gradients = (
-        Gradient(x1_desc, dy1_desc, None, CI1, CO1),
-        Gradient(x2_desc, dy2_desc, None, CI2, CO2),
-        Gradient(x3_desc, dy3_desc, None, CI3, CO3),
-        Gradient(x4_desc, dy4_desc, None, CI4, CO4),
-    )
-    blocks = 0
-    for i in gl.static_range(COUNT):
-        blocks += gradients[i].blocks(CI_SIZE, CO_SIZE)
-    all_tiles = blocks.to(gl.int64) * tiles
-    first = gl.program_id(0) * all_tiles // gl.num_programs(0)
-    last = (gl.program_id(0) + 1) * all_tiles // gl.num_programs(0)
-    piece = Piece(first.to(gl.int32), last.to(gl.int32), tiles, False)
-    NUMBERS: gl.constexpr = CO_SIZE * CI_SIZE
-    part_ptr += gl.program_id(0).to(gl.int64) * (2 * NUMBERS)
-    sums = Sums(part_ptr, CI_SIZE, 1, 64, None, None, False, NUMBERS, False)
-    products = _Points(GROUPS, STEPS, BLOCKS, 64, CI_SIZE, CO_SIZE)
-    launch_roles(
-        accumulate_piece, (products, sums, ring, piece),
-        load_piece, (gradients, products, ring, piece, COUNT),
-        GROUPS, (240 if GROUPS == 2 else 160, 24),
     )  # fmt: skip
