@@ -131,8 +131,9 @@ def test_of_16_bits_every_product_has_the_kernels_of_16_bits(monkeypatch):
     for low in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             made, *_ = Accelerated(module).plan_of((x,), {})
-        linears = [node for node in made.graph.nodes if node.op.startswith("linear")]
-        assert len(linears) == 5 and {node.tf32 for node in linears} == {low}
+        linears = [n for n in made.graph.nodes if n.op.startswith("linear") or n.op == "weight_grads"]
+        outputs = [value for node in linears for value in node.outputs.values()]
+        assert len(outputs) == 5 and {node.tf32 for node in linears} == {low}
 
 
 @pytest.mark.parametrize("padding", [(1, 1, 1, 1), (0, 1, 0, 1), (1, 0, 2, 1)], ids=str)

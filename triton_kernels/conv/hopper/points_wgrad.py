@@ -203,8 +203,7 @@ def launch(
 def _registers(tile: Points) -> int:
     """Of a thread that multiplies, so that all programs have room."""
     given = 65536 // tile.programs // 128
-    spare = given - 24 * (1 if tile.groups > 1 else 1)
-    return min(240, spare // tile.groups // 8 * 8)
+    return min(240, (given - 24) // tile.groups // 8 * 8)
 
 
 def _in_points(x: Tensor, width: int):
