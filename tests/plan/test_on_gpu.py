@@ -131,7 +131,7 @@ def test_of_16_bits_every_product_has_the_kernels_of_16_bits(monkeypatch):
     for low in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             made, *_ = Accelerated(module).plan_of((x,), {})
-        linears = [n for n in made.graph.nodes if n.op.startswith("linear") or n.op == "weight_grads"]
+        linears = [n for n in made.graph.nodes if n.op.startswith(("linear", "weight_grads"))]
         outputs = [value for node in linears for value in node.outputs.values()]
         assert len(outputs) == 5 and {node.tf32 for node in linears} == {low}
 
