@@ -65,25 +65,33 @@ def _reads_packed(reader: Node | None, maker: Node) -> bool:
 
 def round_operands(graph: Graph, start: int) -> int:
     """Have rounded what products in TF32 read, in place: by the node that makes it, or by a new one
-    beside it. Backward begins with node `start`; where it begins then."""
+    beside it; parameters by one node. Backward begins with node `start`; where it begins then."""
     _round_packed(graph)
     for node in graph.nodes:
         if node.op in _READERS and node.tf32 and _is_float32(node.out):
             node.rounds = True
     makers, kept = graph.producers(), _read_exactly(graph)
-    behind: dict[Node | None, list[Node]] = {}
+    parameters, behind = set(graph.parameters.values()), {}
+    together = Node("rounded", {}, {}, source="parameters", rounds=True)
     for value, reads in _multiplied(graph).items():
         maker = makers.get(value)
         if maker is not None and _rounds(maker, kept):
             continue
-        cast = graph.new(
-            "cast", {"x": value}, {"y": (value.shape, value.dtype)}, reads[0][0].source
-        )
-        cast.rounds = True
+        spec, source = {"y": (value.shape, value.dtype)}, reads[0][0].source
+        copy = graph.new("pad_channels", {"x": value}, spec, source, width=value.shape[-1])
+        copy.rounds = True
         for node, role in reads:
-            node.inputs[role] = cast.out
-        behind.setdefault(maker, []).append(cast)
-    return _insert(graph, start, behind)
+            node.inputs[role] = copy.out
+        if value in parameters:
+            i = len(together.inputs)
+            together.inputs[f"x{i}"], together.outputs[f"y{i}"] = value, copy.out
+        else:
+            behind.setdefault(maker, []).append(copy)
+    start = _insert(graph, start, behind)
+    if not together.inputs:
+        return start
+    graph.nodes.insert(0, together)
+    return start + 1
 
 
 def _multiplied(graph: Graph) -> dict[Value, list[tuple[Node, str]]]:

@@ -8,12 +8,12 @@ from .order import not_awaited, readers_of
 
 
 def casts_together(graph: Graph) -> int:
-    """Casts of parameters to one dtype as one node, in front of all, those that round to TF32 as
-    another; how many nodes less there are."""
+    """Casts of parameters to one dtype as one node, in front of all; how many nodes less there
+    are."""
     parameters, found = set(graph.parameters.values()), {}
     for node in graph.nodes:
         if node.op == "cast" and node.inputs["x"] in parameters:
-            found.setdefault((node.out.dtype, node.rounds), []).append(node)
+            found.setdefault(node.out.dtype, []).append(node)
     before = len(graph.nodes)
     for nodes in found.values():
         if len(nodes) == 1:
@@ -22,8 +22,7 @@ def casts_together(graph: Graph) -> int:
         outputs = {f"y{i}": node.out for i, node in enumerate(nodes)}
         gone = set(nodes)
         rest = [node for node in graph.nodes if node not in gone]
-        casts = Node("casts", inputs, outputs, {}, nodes[0].source, rounds=nodes[0].rounds)
-        graph.nodes = [casts, *rest]
+        graph.nodes = [Node("casts", inputs, outputs, {}, nodes[0].source), *rest]
     return before - len(graph.nodes)
 
 

@@ -76,10 +76,13 @@ def rounding_of(made):
     names = {
         parameters.get(value, "image")
         for node in made.graph.nodes
-        if node.rounds and node.op in ("cast", "casts")
+        if node.rounds and node.op in ("pad_channels", "rounded")
         for value in node.inputs.values()
     }
-    return {node.op for node in made.graph.nodes if node.rounds} - {"cast", "casts"}, names
+    return {node.op for node in made.graph.nodes if node.rounds} - {
+        "pad_channels",
+        "rounded",
+    }, names
 
 
 @pytest.mark.parametrize("tf32", [(True, True), (True, False), (False, False)])
@@ -101,7 +104,7 @@ def test_parameters_are_rounded_together_and_where_they_lie(device):
     """Those that are cut or put side by side, too, in filters' order, bit by bit."""
     module, x = Mixed().to(device), torch.randn(2, 8, 4, 4, device=device)
     made = plan(module, (x,), {}, trains=True, rounds=True)
-    [node] = [node for node in made.graph.nodes if node.op == "casts"]
+    [node] = [node for node in made.graph.nodes if node.op == "rounded"]
     values = {
         value: module.get_parameter(name) for name, value in made.graph.parameters.items()
     } | {node.inputs["x0"]: torch.full(node.inputs["x0"].shape, float("nan"), device=device)}

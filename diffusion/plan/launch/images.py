@@ -1,4 +1,5 @@
-"""Rows of images: resampling, padding and dropout, and norms that are not split into parts."""
+"""Rows of images: resampling, padding, dropout and norms that are not split into parts; and of what
+is rounded for products in TF32."""
 
 import torch
 import torch.nn.functional as F
@@ -7,8 +8,10 @@ from torch import Tensor
 from triton_kernels.reference import fused
 from triton_kernels.registry.spec import MOST_CHANNELS
 
+from .pytorch import copy_all, order_of_kernels
 from .table import by_pytorch, image, launches
 
+_ROW = 64  # numbers of a row of parameters that are rounded
 HALF = (2, 2)  # pixels of a block, which the kernels have; PyTorch computes other blocks
 
 
@@ -50,7 +53,25 @@ def _avg_pool_grad(run, node, given):
 
 @launches("pad_channels")
 def _pad_channels(run, node, given):
-    return run.kernels.pad_channels(given["x"], node.out.shape[-1], node.out.dtype)
+    x = given["x"].contiguous()
+    return run.kernels.pad_channels(x, node.out.shape[-1], node.out.dtype)
+
+
+@launches("rounded")
+def _rounded(run, node, given):
+    """In one launch, over memory in which each parameter begins a row."""
+    xs = list(given.values())
+    likes = [torch.empty_like(x, memory_format=order_of_kernels(x), device="meta") for x in xs]
+    rows = [-(-x.numel() // _ROW) for x in xs]
+    whole = torch.empty((sum(rows), _ROW), dtype=node.out.dtype, device=xs[0].device)
+
+    def pieces(whole: Tensor) -> list[Tensor]:
+        found = zip(whole.split(rows), likes, strict=True)
+        return [piece.as_strided(x.shape, x.stride()) for piece, x in found]
+
+    copy_all(xs, pieces(whole))
+    made = run.kernels.pad_channels(whole, _ROW, whole.dtype)
+    return dict(zip(node.outputs, pieces(made), strict=True))
 
 
 @by_pytorch("pad")

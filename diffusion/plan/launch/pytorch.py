@@ -31,6 +31,7 @@ _FORMULAS: dict[str, Callable[[Node, Inputs], Tensor]] = {
     "detach": lambda _, given: given["x"],
     "rewritten": lambda _, given: given["x"],
     "columns": lambda node, given: given["x"][..., node.attrs["start"] : node.attrs["stop"]],
+    "cast": lambda node, given: given["x"].to(node.out.dtype),
     "embedding": lambda _, given: F.embedding(given["index"], given["weight"]),
 }
 for _op, _formula in _FORMULAS.items():
@@ -97,46 +98,23 @@ def _arith_grad(run, node, given):
 # --- moving numbers -------------------------------------------------------------------------------
 
 
-@by_pytorch("cast")
-def _cast(run, node, given):
-    x = given["x"]
-    if node.rounds and run.rounds:
-        return run.kernels.pad_channels(x.contiguous(), x.shape[-1], x.dtype)
-    return x.to(node.out.dtype)
-
-
 @by_pytorch("casts")
 def _casts(run, node, given):
-    """Filters in the order in which kernels read them, whatever the module's is."""
-    xs, dtype = list(given.values()), node.out.dtype
-    orders = [_order_of(x) for x in xs]
-    if not (node.rounds and run.rounds):
-        pairs = zip(xs, orders, strict=True)
-        made = [torch.empty_like(x, dtype=dtype, memory_format=order) for x, order in pairs]
-        _copy(xs, made)
-        return dict(zip(node.outputs, made, strict=True))
-    likes = [
-        torch.empty_like(x, dtype=dtype, memory_format=order, device="meta")
-        for x, order in zip(xs, orders, strict=True)
+    xs = list(given.values())
+    made = [
+        torch.empty_like(x, dtype=node.out.dtype, memory_format=order_of_kernels(x)) for x in xs
     ]
-    rows = sum(-(-x.numel() // _ROW) for x in xs)
-    whole = torch.empty((rows, _ROW), dtype=dtype, device=xs[0].device)
-    _copy(xs, _pieces_of(whole, likes))
-    whole = run.kernels.pad_channels(whole, _ROW, dtype)
-    return dict(zip(node.outputs, _pieces_of(whole, likes), strict=True))
+    copy_all(xs, made)
+    return dict(zip(node.outputs, made, strict=True))
 
 
-# numbers of a row of the memory in which one launch rounds parameters, each of which begins a row
-_ROW = 64
-
-
-def _order_of(x: Tensor) -> torch.memory_format:
-    """That of filters as kernels read them, or of x itself."""
+def order_of_kernels(x: Tensor) -> torch.memory_format:
+    """That in which kernels read filters, whatever the module's is; of other parameters theirs."""
     as_read = x.ndim != 4 or x.is_contiguous(memory_format=torch.channels_last)
     return torch.preserve_format if as_read else torch.channels_last
 
 
-def _copy(xs: list[Tensor], made: list[Tensor]) -> None:
+def copy_all(xs: list[Tensor], made: list[Tensor]) -> None:
     """Those of one order in few launches."""
     alike = [x.stride() == y.stride() for x, y in zip(xs, made, strict=True)]
     for x, y, same in zip(xs, made, alike, strict=True):
@@ -144,12 +122,6 @@ def _copy(xs: list[Tensor], made: list[Tensor]) -> None:
             y.copy_(x)
     if any(alike):
         torch._foreach_copy_(list(compress(made, alike)), list(compress(xs, alike)))
-
-
-def _pieces_of(whole: Tensor, likes: list[Tensor]) -> list[Tensor]:
-    """Its memory as tensors like these, one behind the other."""
-    pieces = whole.split([-(-x.numel() // _ROW) for x in likes])
-    return [p.as_strided(x.shape, x.stride()) for p, x in zip(pieces, likes, strict=True)]
 
 
 @by_pytorch("layout")

@@ -104,11 +104,6 @@ class Launcher:
         """The public ops beside these kernels."""
         return reference if self.kernels.RowSums is fused.RowSums else triton_kernels
 
-    @property
-    def rounds(self) -> bool:
-        """Whether these kernels round to TF32 what products in it read."""
-        return getattr(self.kernels, "ROUNDS_OPERANDS", False)
-
     @cached_property
     def _rounding(self) -> "Launcher":
         """The same, whose kernels round to TF32 what they write and attention reads. The reference
