@@ -145,10 +145,16 @@ def rehearse_jobs(
 
             waiting = [ask(i, ALL) for i in range(len(asked))]
             waiting += [ask(i, v) for i, (_, variants) in enumerate(asked) for v in variants]
+            # processes that would have nothing to do rehearse the same, and compile a part of it
+            count = len(waiting)
+            spare = range(processes - count if compiles else 0)
+            helping = [ask(*waiting[i % count][:2])[2] for i in spare]
             for job, variant, result in waiting:
                 found[job][variant] = its = result.get()
                 if variant == ALL and not asked[job][1]:
                     waiting += [ask(job, kernel) for kernel in sorted(its["taken"])]
+            for result in helping:
+                result.get()
     return found
 
 
