@@ -25,6 +25,7 @@ out        file for a picture of the timeline; empty: none
 import re
 import signal
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,8 @@ from .build import Plan, plan
 from .graph import PlanError
 from .inference1d import real_time_plan
 from .launch.table import Kernels
+from .printed.call import call_memory
+from .printed.evaluation import evaluation_memory
 from .printed.memory import StepMemory
 from .printed.page import Page, page
 from .printed.step import step_page
@@ -194,27 +197,34 @@ def _user_page(given: dict[str, str], gpu: Chip) -> Page:
     options |= {"rounds": True}
     with torch.autocast("cpu", torch.bfloat16, enabled=low and trains):
         made = plan(network.train(trains), args, {}, trains=trains, **options)
-    return page(made, gpu, of_call=True)
+    return page(made, gpu)
 
 
 def _plan(
     network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip
-) -> tuple[Plan, Chip, Kernels, bool]:
-    """What runs, on which kernels, and whether as `accelerate` runs it: samplers and policies ask
-    the framework's networks in their own ways. Other networks have the plan of `accelerate`, in
+) -> tuple[Plan, Chip, Kernels, Callable]:
+    """What runs, on which kernels, and what counts its memory: samplers and policies ask the
+    framework's networks in their own ways. Other networks have the plan of `accelerate`, in
     train.py too, and what runs layer by layer."""
+    states = (*network.parameters(), *network.buffers())
+    held = sum(x.nbytes for x in states)
     if isinstance(network, UNet1d) and not trains:
         n, length, _ = args[0].shape
-        return real_time_plan(network, n, length, fused_ops, gpu.gpu), gpu, fused_ops, False
+        made = real_time_plan(network, n, length, fused_ops, gpu.gpu)
+        shared = 1 if network.global_cond_dim is None else 2
+        memory = partial(evaluation_memory, network=held, copied=None, shared=shared)
+        return made, gpu, fused_ops, memory
     if trains or not isinstance(network, UNet):
-        return plan(network, args, kwargs, trains=trains), gpu, fused_ops, True
+        return plan(network, args, kwargs, trains=trains), gpu, fused_ops, call_memory
     n, c, h, w = args[0].shape
     device = args[0].device
     shape, context = torch.Size((n, h, w, c)), parts_of(args[2] if len(args) > 2 else None).context
     tokens = 0 if context is None else context.shape[1]
     kernels = step_kernels(network.backend)
     made = sampling_plan(network, shape, device, kernels, tokens, gpu.gpu)
-    return made, gpu, kernels, False
+    copies = 2 if network.backend.precision == "tf32" else 1  # in TF32 one of them is rounded
+    memory = partial(evaluation_memory, network=held, copied=copies * held)
+    return made, gpu, kernels, memory
 
 
 def _title(given: dict[str, str], changed: dict[str, Any]) -> str:

@@ -9,10 +9,11 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks.steps import our_model, our_step
 from diffusion.plan.printed.call import CallMemory
+from diffusion.plan.printed.evaluation import EvaluationMemory
 from diffusion.plan.printed.memory import Allocations, StepMemory
 from diffusion.runtime.distributed import Processes
 from tests.end_to_end.run import run
-from tests.plan.memory_of_steps import CALLS, IMAGES, STEPS, nothing, paged
+from tests.plan.memory_of_steps import CALLS, EVALUATIONS, IMAGES, STEPS, evaluated, nothing, paged
 from triton_kernels.canary import kernels_off
 from triton_kernels.registry.chips import Chip
 from triton_kernels.runtime.device import describe
@@ -61,7 +62,7 @@ def test_the_page_counts_all_of_a_step(steps, number):
 def test_as_measured_on_a_gpu(steps):
     """docs/performance.md: 4.04 GiB for 128 images of unet64, 2.80 if activations are recomputed,
     of which the data set takes 24 MiB; torch.compile's step took 4.62."""
-    whole, recomputed = (total / 2**30 + 24 / 1024 for total in steps[1])
+    whole, recomputed = (total / 2**30 + 24 / 1024 for total in steps[3])
     assert whole == pytest.approx(4.04, rel=0.005)
     assert recomputed == pytest.approx(2.80, rel=0.02)  # measured at an older commit
 
@@ -69,11 +70,27 @@ def test_as_measured_on_a_gpu(steps):
 @pytest.mark.parametrize("number", range(len(CALLS)))
 def test_the_page_counts_all_of_a_call(steps, number):
     """But for the gradient of its result, which is small."""
-    parts, total, whole = steps[2][number]
+    parts, total, whole = steps[1][number]
     sizes = {name: size for name, size in parts.items() if name != "at"}
     assert sum(sizes.values()) == total
     assert all(sizes[name] > 0 for name in ("parameters", "activations", "results", "rows"))
     assert 0.98 * whole < total - parts["parameters"] <= whole
+
+
+@pytest.mark.parametrize("number", range(len(EVALUATIONS)))
+def test_the_page_counts_all_of_an_evaluation(steps, number):
+    """But for copies of the embedding's layers in 16 bits, and rows of its table."""
+    parts, total, whole = steps[2][number]
+    sizes = {name: size for name, size in parts.items() if name != "at"}
+    assert sum(sizes.values()) == total
+    assert all(sizes[name] > 0 for name in ("network", "copies", "activations"))
+    assert total - parts["network"] == pytest.approx(whole, rel=0.015)
+
+
+def test_what_the_page_says_of_an_evaluation():
+    said = str(EvaluationMemory(2_000_000, 3_000_000, 40_000_000, 0, "norm4"))
+    assert said.startswith("memory: 45 MB at the peak of an evaluation (norm4), beside the images")
+    assert "2 MB of parameters; 3 MB of their copies for the kernels; 40 MB of activations" in said
 
 
 def test_what_the_page_says_of_a_call():
@@ -103,3 +120,24 @@ def test_measured(monkeypatch):
     data = IMAGES * 64 * 64 * 3
     measured = torch.cuda.max_memory_allocated() - before - data
     assert abs(measured - said) < 0.02 * measured
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("evaluation", EVALUATIONS[:2] + EVALUATIONS[3:])
+def test_an_evaluation_as_measured(monkeypatch, evaluation):
+    """As above. The network is the framework's own: its parameters are moved to the GPU."""
+    device = torch.device("cuda")
+    gpu = Chip(describe(device), copies=1e12, products=1e14)
+    with monkeypatch.context() as patched:
+        patched.setattr(JITFunction, "run", nothing)
+        said, sampler = evaluated(gpu, device, *evaluation)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        evaluate = sampler()
+        evaluate()
+        torch.cuda.reset_peak_memory_stats()
+        evaluate()
+        torch.cuda.synchronize()
+        measured = torch.cuda.max_memory_allocated() - before
+    assert abs(measured - said.total) < 0.02 * measured

@@ -73,17 +73,21 @@ def dry_run(
     """Both passes over host tensors that nobody writes, within `noting`."""
 
     def launch(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
-        if node.op in BY_PYTORCH and node.op in _VIEWS:
-            made = _viewed(run, node, values)
-        elif node.op in BY_PYTORCH:
-            made = {value: _blank(value) for value in node.outputs.values()}
-        else:
-            made = run(node, values)
+        made = launch_dry(run, node, values)
         note(node)
         return made
 
     with torch.no_grad():
         run_moves(plan.schedule.moves, values, Streams(HOST, others=0), launch, watch=watch)
+
+
+def launch_dry(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
+    """What the node makes, over such tensors. PyTorch's kernels are not run."""
+    if node.op in BY_PYTORCH and node.op in _VIEWS:
+        return _viewed(run, node, values)
+    if node.op in BY_PYTORCH:
+        return {value: _blank(value) for value in node.outputs.values()}
+    return run(node, values)
 
 
 def _viewed(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:

@@ -86,6 +86,11 @@ class Allocations(TorchDispatchMode):
         del self._numbers[key]
         self._now -= self._sizes.pop(number)
 
+    @property
+    def now(self) -> int:
+        """Bytes of what is there."""
+        return self._now
+
     def numbers(self, tensors: Iterable[Tensor]) -> set[int]:
         """Which of the memory counted so far these are in."""
         keys = (x.untyped_storage()._cdata for x in tensors)

@@ -1,7 +1,7 @@
 """The page of a plan: each node with its kernels, its stream, the bytes that it moves, and a lower
 bound of its time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from ..launch.table import Kernels
 from ..moves import Move
 from ..ops import FREE, WEIGHT_GRADS
 from .call import CallMemory, call_memory
+from .evaluation import EvaluationMemory
 from .flops import flops_of
 from .kernels import Launched, is_interpreted, launched
 from .memory import StepMemory
@@ -50,7 +51,7 @@ class Page:
     """All lines in their order, and what is said under them."""
 
     lines: list[Line]
-    memory: StepMemory | CallMemory | str  # a sentence about it, of what samples
+    memory: StepMemory | CallMemory | EvaluationMemory | str  # a sentence, where none is counted
     gpu: Device
 
 
@@ -132,11 +133,11 @@ def page(
     plan: Plan,
     gpu: Chip,
     ops: Kernels = fused_ops,
-    of_call: bool = False,  # it is run as `accelerate` runs it
+    memory_of: Callable[[Plan, Chip, Kernels], CallMemory | EvaluationMemory] = call_memory,
 ) -> Page:
-    memory = f"memory: {plan.schedule.peak / 1e6:,.0f} MB at the peak"
-    if of_call and not is_interpreted():
-        memory = call_memory(plan, gpu, ops)
+    """All of a plan that `accelerate` runs, or of one that samples, with its own `memory_of`."""
+    interpreted = f"memory: {plan.schedule.peak / 1e6:,.0f} MB of activations at the peak"
+    memory = interpreted if is_interpreted() else memory_of(plan, gpu, ops)
     return Page(lines(plan, gpu, ops), memory, gpu.gpu)
 
 
