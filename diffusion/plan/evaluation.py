@@ -7,14 +7,14 @@ A node is launched as soon as what it reads is known:
     anything else                       in every call
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
 from .build import Plan
 from .execute import Streams, run, run_moves
-from .graph import Value, made_of
-from .launch.table import Launcher, filters
+from .graph import Node, Value, made_of
+from .launch.table import filters
 
 
 class Evaluation:
@@ -24,7 +24,7 @@ class Evaluation:
         self,
         made: Plan,
         parameters: Mapping[str, Tensor],  # by the graph's names; nobody may change them
-        launch: Launcher,
+        launch: Callable[[Node, Mapping], dict],  # such as a `Launcher`
         shared: Sequence[Value] = (),  # inputs that many calls share
         known: dict[str, Tensor] | None = None,  # what plans have made of these parameters
     ) -> None:
@@ -52,7 +52,7 @@ class Evaluation:
 
 
 def _of_parameters(
-    made: Plan, parameters: Mapping[str, Tensor], launch: Launcher, known: dict[str, Tensor]
+    made: Plan, parameters: Mapping[str, Tensor], launch: Callable, known: dict[str, Tensor]
 ) -> dict[Value, Tensor]:
     """Parameters, constants and what is made of these alone, which is `known` by how it is made."""
     graph, device = made.graph, next(iter(parameters.values())).device
