@@ -19,10 +19,11 @@ from ..models.layers import Layer
 from ..runtime.backend import ready_kernels
 from ..runtime.precompile import compile_recorded, compiles_ahead
 from . import planned
-from .build import Plan, plan, states_of
+from .build import Plan, plan
 from .compile_ahead import launches_of
 from .graph import PlanError
 from .launch.table import launch_kernels
+from .module_states import ModuleStates
 from .numbers_as_tensors import are_tensors
 from .planned import Planned, evaluate
 from .record.notes import is_recording
@@ -65,10 +66,12 @@ class Accelerated(nn.Module):
         self._replays = Replays() if capture and launch is None else None
         self._plans: dict[tuple, list[Plan]] = {}  # which differ in what the module read of itself
         self._apart: set[tuple] = set()  # of calls whose numbers cannot be tensors
+        self._states = ModuleStates()
         self.module = module
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_plans": {}, "_apart": set()}  # plans are made again
+        new = {"_plans": {}, "_apart": set(), "_states": ModuleStates()}  # plans are made again
+        return super().__getstate__() | new
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -108,10 +111,8 @@ class Accelerated(nn.Module):
     _hidden = torch._disable_dynamo(_call)  # from torch.compile, which would compile the planning
 
     def run(self, made: Plan, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a plan makes of arguments as `plan_of` gives them."""
-        inputs = made.traced.leaves(args, kwargs)
-        with _MODULES:
-            tensors = states_of(self.module)
+        """What a plan makes of arguments, both as `plan_of` has just given them."""
+        inputs, tensors = made.traced.leaves(args, kwargs), self._states.by_name
         written = made.traced.written
         parameters = [
             tensors[name].clone() if name in written else tensors[name]
@@ -136,6 +137,7 @@ class Accelerated(nn.Module):
         timestep, is a tensor to it, so that another number needs no other plan, unless the module
         does something else with a tensor."""
         with _MODULES:
+            self._states.read(self.module)
             return self._plan_of(args, kwargs)
 
     def _plan_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, tuple, dict]:
@@ -191,7 +193,7 @@ class Accelerated(nn.Module):
 
     def _compile(self, made: Plan, device: torch.device, args: tuple, kwargs: dict) -> None:
         """Have many processes compile what the plan launches."""
-        states = states_of(self.module)
+        states = self._states.by_name
         tensors = [*made.traced.leaves(args, kwargs), *map(states.get, made.graph.parameters)]
         try:
             compile_recorded(lambda: launches_of(made, tensors, describe(device)), device)
@@ -223,13 +225,7 @@ class Accelerated(nn.Module):
             else (type(x), _hashable(x))
             for x in leaves
         )
-        states = tuple(
-            (name, x.shape, x.dtype, x.device, gradients and x.requires_grad)
-            for part in _parts(self.module)
-            for states in (part._parameters, part._buffers)
-            for name, x in states.items()
-            if x is not None
-        )
+        states = self._states.kind(gradients)
         kinds = {x.device.type for x in leaves if isinstance(x, Tensor)} or {"cpu"}
         autocast = tuple(
             (kind, torch.get_autocast_dtype(kind))
@@ -244,20 +240,9 @@ class Accelerated(nn.Module):
     def _tf32(self) -> tuple[bool, bool]:
         """Whether convolutions, and other products, may be in TF32: as PyTorch has been told, and
         the framework's layers."""
-        ours = [m.backend.allow_tf32 for m in _parts(self.module) if isinstance(m, Layer)]
+        ours = [m.backend.allow_tf32 for m in self._states.parts if isinstance(m, Layer)]
         flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
         return (all(ours), all(ours)) if ours else flags
-
-
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """As `module.modules()`, which takes five times as long."""
-    found, rest = {}, [module]
-    while rest:
-        part = rest.pop()
-        if id(part) not in found:
-            found[id(part)] = part
-            rest += [child for child in part._modules.values() if child is not None]
-    return list(found.values())
 
 
 def _is_attribute(module: nn.Module, name: str) -> bool:
