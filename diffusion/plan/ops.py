@@ -44,7 +44,8 @@ BACKWARD = {
     "norm_act_grad": "dz = da act'(z), and its partials: sums of dz and of dz xhat",
     "norm_grad_table": "coeff [N, 3, C] (p, q, r), and the gradients of weight, bias, scale, shift",
     "norm_dx": "p dz + q x + r, of one tensor or two",
-    "channel_norm_grad": "the gradients of what channel_norm reads, that of x + add; rows of it",
+    "channel_norm_grad": "the gradients of what channel_norm reads, that of x + add; rows of it, "
+    "and sums, which are rows of those of bias and weight",
     "act_grad": "dy act'(x)",
     "gated_grad": "the gradient of x in gated",
     "attention_grad": "the gradients of the parts of attention",
@@ -114,7 +115,9 @@ PARTS = ("qkv", "q", "kv", "k", "v")
 # of linear attention, in front of the positions of the image: keys and values of all samples [M, C]
 MEMORY = ("memory_k", "memory_v")
 WEIGHT_GRADS = ("conv_dw", "linear_dw", "weight_grads")
-# what norm_grad_table makes that are sums over images, side by side in its rows
+# what norm_grad_table makes that are sums over images, side by side in its rows; and
+# channel_norm_grad, of pixels that are all treated alike
 SUMS_OF_NORM = ("weight", "bias", "input_bias")
+SUMS_OF_CHANNEL_NORM = ("bias", "weight")
 FREE = ("reshape", "columns", "detach", "rewritten")  # which make no memory
 OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED | STAGED

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from .graph import Graph, Node, Value
-from .ops import SUMS_OF_NORM
+from .ops import SUMS_OF_CHANNEL_NORM, SUMS_OF_NORM
 from .order import not_awaited, readers_of
 
 
@@ -26,6 +26,15 @@ def casts_together(graph: Graph) -> int:
     return before - len(graph.nodes)
 
 
+def _sums(node: Node) -> tuple[str, ...]:
+    """The roles of sums over rows that a node makes, as they are side by side in its rows."""
+    if node.op == "norm_grad_table":
+        return SUMS_OF_NORM if "input_partials" in node.inputs else SUMS_OF_NORM[:2]
+    if node.op == "channel_norm_grad" and node.inputs.keys().isdisjoint(("scale", "shift")):
+        return SUMS_OF_CHANNEL_NORM
+    return ("y",) if node.op == "bias_grad" else ()
+
+
 def sums_together(graph: Graph, start: int, results: Collection[Value]) -> None:
     """Sums over rows that make gradients of biases and norms as one node, behind all others of
     backward, which begins with node `start`, but those that read what it makes. Sums that other
@@ -42,7 +51,7 @@ def sums_together(graph: Graph, start: int, results: Collection[Value]) -> None:
     made: dict[str, Value] = {}
     parts, gone, late = [], set(), set()
     for node in backward:
-        roles = {"bias_grad": ("y",), "norm_grad_table": SUMS_OF_NORM}.get(node.op, ())
+        roles = _sums(node)
         for role in roles:
             if (y := node.outputs.get(role)) and y not in results and not readers.get(y):
                 del node.outputs[role]
@@ -55,17 +64,17 @@ def sums_together(graph: Graph, start: int, results: Collection[Value]) -> None:
             x = node.inputs["rows"]
             gone.add(node)
         else:
-            (n, _, c), x = node.inputs["table"].shape, next(iter(found.values()))
-            x = graph.value("rows", (n, (3 if "input_partials" in node.inputs else 2) * c), x.exact)
+            table, x = node.inputs.get("table"), next(iter(found.values()))
+            n = 1 if table is None else table.shape[0]
+            x = graph.value("rows", (n, len(roles) * x.numel), x.exact)
             for role in found:
                 del node.outputs[role]
-            node.outputs["rows"] = x
+            node.outputs["sums" if table is None else "rows"] = x
         x.dtype = x.exact  # as kernels give them
         at = {value: i for i, value in enumerate(rows.values())}.get(x, len(rows))
         rows[f"rows{at}"] = x
         for role, value in found.items():
-            first = 0 if role == "y" else SUMS_OF_NORM.index(role) * value.numel
-            parts.append((at, first))
+            parts.append((at, roles.index(role) * value.numel))
             made[f"y{len(made)}"] = value
     if not made:
         return

@@ -10,6 +10,7 @@ from triton_kernels import channel_norm, fused_ops, reference
 from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.norm import channel_norm as launchers, multi_pass
 from triton_kernels.norm.channel_norm import CHANNEL_NORM, CHANNEL_NORM_GRAD
+from triton_kernels.reductions import row_sums
 from triton_kernels.reference import fused
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.spec import MOST_CHANNELS, ChannelNormSpec
@@ -35,7 +36,7 @@ ROUNDINGS = 2e-6  # a few of 24 bits
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
     """Outputs and workspaces start as NaN, so an element that no program writes cannot pass."""
-    poison_outputs(monkeypatch, launchers, multi_pass)
+    poison_outputs(monkeypatch, launchers, multi_pass, row_sums)
 
 
 @pytest.fixture(params=["one program a multiprocessor", "many"])
@@ -252,12 +253,27 @@ def test_launched_by_a_plan(programs, device):
     assert relative_error(got.rows.sum(0), exact[5].sum(0)) < ROUNDINGS
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_sums_whose_sums_are_the_parameters_gradients(bias, programs, device):
+    """Of bias and weight, also where there is no bias."""
+    x, *params, dy = make_case((2, 3, 5, 24), film=False, device=device)
+    params[1] = params[1] if bias else None
+    wide = [None if t is None else t.double() for t in params]
+    alone = (True, False, False, False, False)
+    got = fused_ops.channel_norm_backward(dy, x, params, alone, sums=True, **FACTORED)
+    exact = fused.channel_norm_backward(dy.double(), x.double(), wide, alone, sums=True, **FACTORED)
+    _, weight, *_ = fused.channel_norm_backward(dy.double(), x.double(), wide, **FACTORED)
+    assert got.weight is None and torch.equal(exact[6][0, 24:], weight)
+    assert relative_error(got.sums.sum(0), exact[6].sum(0)) < ROUNDINGS
+    assert relative_error(got.dx, exact[0]) < ROUNDINGS
+
+
 @pytest.mark.parametrize("kernels", [fused_ops, fused])
 def test_without_what_nobody_wants(kernels, device):
     x, weight, bias, scale, shift, dy = make_case((2, 3, 5, 24), device=device)
     params, needed = (weight, None, scale, None), (False, True, True, False, True)
-    dx, *grads, rows = kernels.channel_norm_backward(dy, x, params, needed, eps=1e-5)
-    assert dx is None and rows is None
+    dx, *grads, rows, sums = kernels.channel_norm_backward(dy, x, params, needed, eps=1e-5)
+    assert dx is None and rows is None and sums is None
     assert [g is not None for g in grads] == [True, False, False, False]
 
 

@@ -38,6 +38,24 @@ class Net(nn.Module):
         return self.rows(h.flatten(2).transpose(1, 2)).transpose(1, 2).view(n, c, height, width)
 
 
+class Rows(nn.Module):
+    """Norms over channels, one of which has no bias and one is called twice."""
+
+    def __init__(self, c=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.plain, self.shared = nn.LayerNorm(c, bias=False), nn.LayerNorm(c)
+        self.layers = nn.ModuleList(nn.Linear(c, c) for _ in range(3))
+        for p in (self.plain.weight, *self.shared.parameters()):
+            nn.init.normal_(p)
+
+    def forward(self, x, t):
+        h = x.permute(0, 2, 3, 1)
+        for norm, layer in zip((self.plain, self.shared, self.shared), self.layers, strict=True):
+            h = h + layer(norm(h))
+        return h
+
+
 class MadeBias(nn.Module):
     """Backward of what makes a norm's bias has sums over rows of its own, which wait for the
     bias's."""
@@ -90,6 +108,15 @@ def test_one_launch_has_the_sums_of_all_rows():
     assert {node.op for node in after} == {"add"}, "the shared layer's gradients"
 
 
+def test_sums_of_norms_over_channels_are_among_them():
+    nodes, found = sums_of(Rows())
+    (together,) = (node for node in found if node.op == "bias_grads")
+    norms = [node for node in nodes if node.op == "channel_norm_grad"]
+    assert [set(node.outputs) for node in norms] == [{"x", "sums"}] * 2 + [{"sums"}]
+    # weights and biases of two calls of one norm, the weight of the other, and biases of layers
+    assert len(together.outputs) == 2 * 2 + 1 + 3
+
+
 def test_frozen_parameters_have_no_sums():
     net = Net()
     net.norms.requires_grad_(False)
@@ -117,7 +144,7 @@ def launched(request, monkeypatch):
     return torch.device("cuda" if request.param == "cuda" else "cpu")
 
 
-@pytest.mark.parametrize("make", [Net, MadeBias])
+@pytest.mark.parametrize("make", [Net, Rows, MadeBias])
 def test_gradients_are_added_to_those_of_earlier_passes(make, launched):
     """The first pass learns what there is, later ones launch what it has learnt."""
     net = make().to(launched)

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from ..activations import check_activation, rounded_grad
+from ..reductions.row_sums import RowSums, row_place
 from ..registry.choose import select
 from ..registry.cost import of_passes
 from ..registry.kernel import Kernel, Op, configures
@@ -151,6 +152,7 @@ class Gradients(NamedTuple):
     scale: Tensor | None
     shift: Tensor | None
     rows: Tensor | None  # float32 [rows, C], whose sum is that of dx over all pixels
+    sums: Tensor | None  # float32 [rows, 2 C], whose sum is those of bias and weight
 
 
 def channel_norm_backward(
@@ -165,10 +167,12 @@ def channel_norm_backward(
     factor: float = 1.0,
     activation: str = "identity",
     add: Tensor | None = None,  # shape of x: added to dx
-    rows: bool = False,  # of dx
+    rows: bool | RowSums = False,  # of dx
+    sums: bool | RowSums = False,  # without scale and shift
     tf32: bool = False,  # dx in float32 is rounded to TF32
 ) -> Gradients:
-    """Each gradient in the dtype of its tensor; those of parameters that there are not are None."""
+    """Each gradient in the dtype of its tensor; those of parameters that there are not are None.
+    `rows` and `sums` ask for rows, which are kept with others or in a tensor of their own."""
     n, pixels, c = _extent(x, params)
     device = x.device
     asked = tuple(need and p is not None for need, p in zip(needed[1:], params, strict=True))
@@ -179,29 +183,30 @@ def channel_norm_backward(
     )  # fmt: skip
     gpu = describe(device)
 
-    def run(config: WholeRows) -> tuple[Tensor | None, Tensor | None]:
+    def run(config: WholeRows, rows: bool | RowSums, sums: bool | RowSums):
         k, tiles, *tile = _cut(spec, config, gpu)
-        sums = _sums(any(asked), (n, k, 2, c), device)
-        kept = _sums(rows, (n * k, c), device)
+        kept, summed = (
+            place(n * k, columns) if (place := row_place(kind, device)) else None
+            for kind, columns in ((rows, c), (sums or any(asked), 2 * c))
+        )
         if x.numel():
             channel_norm_bwd_kernel[(n * k,)](
-                dy, x, *params, add, dx, sums, kept, *row_strides(params), pixels, c, k, tiles, eps,
-                factor, centred, eps_in, rounded_grad(activation, x.dtype), *tile, tf32,
+                dy, x, *params, add, dx, summed, kept, *row_strides(params), pixels, c, k, tiles,
+                eps, factor, centred, eps_in, rounded_grad(activation, x.dtype), *tile, tf32,
                 num_warps=config.num_warps, **overlapping(device),
             )  # fmt: skip
-        return sums, kept
+        return kept, summed
 
     def first(config: WholeRows) -> Tensor:
-        sums, _ = run(config)
-        return sums.sum((0, 1)) if dx is None else dx
+        _, summed = run(config, bool(rows), bool(sums))
+        return summed.sum(0) if dx is None else dx
 
-    sums, kept = run(select(CHANNEL_NORM_GRAD, spec, gpu, first).config)
-    grads = params_grad(sums, params, asked) if any(asked) else (None,) * 4
-    return Gradients(dx, *grads, kept)
-
-
-def _sums(wanted: bool, shape: tuple[int, ...], device: torch.device) -> Tensor | None:
-    return _empty(shape, dtype=torch.float32, device=device) if wanted else None
+    config = select(CHANNEL_NORM_GRAD, spec, gpu, first).config
+    kept, summed = run(config, rows, sums)
+    grads = (None,) * 4
+    if any(asked):
+        grads = params_grad(summed.view(n, len(summed) // max(n, 1), 2, c), params, asked)
+    return Gradients(dx, *grads, kept, summed if sums else None)
 
 
 def _extent(x: Tensor, params: Params) -> tuple[int, int, int]:

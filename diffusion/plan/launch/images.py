@@ -138,7 +138,8 @@ def _channel_norm(run, node, given):
 def _channel_norm_grad(run, node, given):
     x, params = given["x"].contiguous(), tuple(given.get(role) for role in _OF_NORM)
     needed = tuple(role in node.outputs for role in ("x", *_OF_NORM))
-    options = node.attrs | {"add": given.get("add"), "rows": "rows" in node.outputs}
+    kept = {role: run.rows_of(node, role) for role in ("rows", "sums")}
+    options = node.attrs | {"add": given.get("add")} | kept
     made = _of_channels(run, node).channel_norm_backward
     made = made(given["dy"].contiguous(), x, params, needed, **options)
-    return dict(zip(("x", *_OF_NORM, "rows"), made, strict=True))
+    return dict(zip(("x", *_OF_NORM, *kept), made, strict=True))

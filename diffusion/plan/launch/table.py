@@ -114,10 +114,10 @@ class Launcher:
         """The kernels in the precision of a node, of a plan in which some products are in TF32."""
         return self.kernels if node.tf32 else self._exact
 
-    def rows_of(self, node: Node) -> RowSums | bool:
+    def rows_of(self, node: Node, role: str = "rows") -> RowSums | bool:
         """Where a launch keeps rows of sums, if they are asked for: with others', or, True, in a
         tensor of their own."""
-        asked = "rows" in node.outputs
+        asked = role in node.outputs
         return self.sums if asked and self.sums is not None else asked
 
     @property

@@ -17,11 +17,12 @@ def channel_norm_forward(
 
 
 def channel_norm_backward(
-    dy, x, params=(None,) * 4, needed=(True,) * 5, *, factor=1.0, add=None, rows=False, tf32=False,
-    **how
+    dy, x, params=(None,) * 4, needed=(True,) * 5, *, factor=1.0, add=None, rows=False, sums=False,
+    tf32=False, **how
 ):  # fmt: skip
     """The gradients of x, plus `add`, and of weight, bias, scale and shift, those that are needed;
-    and rows whose sum is that of the first over all pixels, or None."""
+    rows whose sum is that of the first over all pixels, or None; and, without scale and shift, rows
+    whose sum is the gradients of bias and weight side by side, or None."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in (x, *params)]
     with torch.enable_grad():
         y = _formula(leaves[0], leaves[1:], factor, how)
@@ -33,8 +34,16 @@ def channel_norm_backward(
     ]
     dx = grads[0]
     dx = dx if add is None or dx is None else dx + add
-    sums = dx.flatten(0, -2).sum(0, keepdim=True) if rows else None
-    return operand(dx, tf32 and dx is not None), *grads[1:], sums
+    rows = dx.flatten(0, -2).sum(0, keepdim=True) if rows else None
+    if sums:
+        c = x.shape[-1]
+        affine = [x.new_full((c,), 1 - i) if p is None else p for i, p in enumerate(params[:2])]
+        alone = (False, True, True, False, False)
+        _, weight, bias, *_ = channel_norm_backward(
+            dy, x, (*affine, None, None), alone, factor=factor, **how
+        )
+    both = torch.cat((bias, weight))[None] if sums else None
+    return operand(dx, tf32 and dx is not None), *grads[1:], rows, both
 
 
 def _formula(x, params, factor, how):
