@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, ImageColor, ImageOps
+from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 
 from ..errors import ConfigError, is_of_system
 from ..runtime.progress import Progress
@@ -313,6 +313,8 @@ def _common_size(files: ImageFiles) -> tuple[int, int]:
 
 def _too_many(files: ImageFiles, skipped: int, last: str, error: Exception | str) -> str:
     reason = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, UnidentifiedImageError):  # it says which object was given to Pillow
+        reason = "it does not begin as an image does"
     return (
         f"{files.path}: {skipped} of {len(files.names)} images cannot be decoded, more than"
         f" the 1 % that are left out; the last is {last} ({reason})"

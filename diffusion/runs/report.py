@@ -73,7 +73,7 @@ def report(config: dict[str, Any]) -> list[dict[str, str]]:
     if not settings.runs:
         raise ConfigError(f"runs={shown(settings.runs)} is wrong; expected a folder or several")
     given = [settings.runs] if isinstance(settings.runs, str) else settings.runs
-    runs = [read_run(folder) for path in given for folder in find_runs(Path(path))]
+    runs, unread = _read_runs([folder for path in given for folder in find_runs(Path(path))])
     _check_across(settings.across, runs)
     rows = table(runs)
     if settings.sort is not None:
@@ -84,7 +84,7 @@ def report(config: dict[str, Any]) -> list[dict[str, str]]:
         check_comparable(settings.sort, _records(settings.sort, rows, runs), settings.across)
         order = sorted(range(len(rows)), key=lambda i: _order(rows[i][settings.sort]))
         rows, runs = [rows[i] for i in order], [runs[i] for i in order]
-    text, notes = markdown(rows), incomparable(rows, runs, settings.across)
+    text, notes = markdown(rows), [*unread, *incomparable(rows, runs, settings.across)]
     print(text if _width(text) <= _PAGE else min(text, _turned(rows), key=_width), end="")
     for note in notes:
         print(f"note: {note}")
@@ -163,9 +163,23 @@ def find_runs(path: Path) -> Iterator[Path]:
     yield from found
 
 
+def _read_runs(folders: Sequence[Path]) -> tuple[list[Run], list[str]]:
+    """The runs, and a note on each that cannot be read and is left out. ConfigError: none can."""
+    runs, unread = [], []
+    for folder in folders:
+        try:
+            runs.append(read_run(folder))
+        except ConfigError as error:
+            unread.append(f"{error}; this run is left out")
+            if len(unread) == len(folders):
+                raise
+    return runs, unread
+
+
 def read_run(folder: Path) -> Run:
     """What a run was told and what came of it: the last of its metrics and scores, the medians of
-    its speed, the last of its evaluations; of a job of a sweep its state."""
+    its speed, the last of its evaluations; of a job of a sweep its state. ConfigError: its settings
+    or results cannot be read."""
     job, path = _job(folder), folder / "config.yaml"
     try:
         told = yaml.safe_load(path.read_text()) if path.is_file() else job.get("settings")
@@ -174,6 +188,15 @@ def read_run(folder: Path) -> Run:
     if told is not None and not isinstance(told, dict):
         raise ConfigError(f"{path} cannot be read: expected groups of settings")
     config = dict(flattened(told or {}))
+    try:
+        results, records = _results(folder, config)
+    except (OSError, KeyError, TypeError, ValueError, csv.Error) as error:
+        raise ConfigError(f"results of {folder} cannot be read: {error}") from error
+    return Run(folder, config, results, _state(job), records)
+
+
+def _results(folder: Path, config: dict[str, Any]) -> tuple[dict[str, float], dict[str, Record]]:
+    """By column: figures, and what they depend on."""
     metrics = _rows(folder / "metrics.csv")
     results, records = {}, {}
     if metrics:
@@ -197,7 +220,7 @@ def read_run(folder: Path) -> Run:
                 results[key], records[key] = float(row[key]), record_of(key, row)
                 if key != "held_out" and row.get("n"):
                     results["images of evaluations"] = float(row["n"])
-    return Run(folder, config, results, _state(job), records)
+    return results, records
 
 
 def _turned(rows: Sequence[dict[str, str]]) -> str:

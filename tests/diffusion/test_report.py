@@ -229,10 +229,16 @@ def test_a_record_that_cannot_be_read_is_none(sweep, text):
     assert "state" not in report({"runs": str(sweep)})[0]
 
 
-def test_settings_that_cannot_be_read_are_named(sweep):
+def test_runs_that_cannot_be_read_are_named_and_the_others_reported(sweep, capsys):
     (sweep / "0" / "config.yaml").write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match="0/config.yaml cannot be read"):
-        report({"runs": str(sweep)})
+    with open(sweep / "1" / "metrics.csv", "a") as file:
+        file.write(",".join(["x"] * len(FIELDS)))
+    for run, wrong in (("0", "0/config.yaml cannot be read"), ("1", "1 cannot be read: could not")):
+        with pytest.raises(ConfigError, match=wrong):
+            report({"runs": str(sweep / run)})
+    assert [row["run"] for row in report({"runs": str(sweep)})] == ["2"]
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 2 and all(note.endswith("; this run is left out") for note in notes)
 
 
 def evaluated(run, **row):
