@@ -160,6 +160,9 @@ def open_arrays(path: Path) -> dict[str, Rows]:
             return dict(_open_npz(path))
         if path.suffix == ".npz":
             raise ValueError("it is no archive of arrays, or cut off")
+        with open(path, "rb") as file:
+            if file.read(len(np.lib.format.MAGIC_PREFIX)) != np.lib.format.MAGIC_PREFIX:
+                raise ValueError("it does not begin as a .npy does")  # numpy advises to unpickle it
         return {"": np.load(path, mmap_mode="r", allow_pickle=False)}
     except ConfigError:
         raise

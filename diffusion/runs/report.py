@@ -259,7 +259,7 @@ def table(runs: Sequence[Run]) -> list[dict[str, str]]:
     shared = _shared([run.folder for run in runs])
     stated = any(run.state not in ("", "done") for run in runs)
     return [
-        {"run": "/".join(run.folder.parts[shared:])}
+        {"run": "/".join(run.folder.parts[shared:]) or run.folder.resolve().name}  # of runs=.
         | {key: shown(run.config[key]) if key in run.config else "-" for key in changed}
         | {key: _rounded(key, run.results[key]) if key in run.results else "-" for key in columns}
         | ({"state": run.state or "-"} if stated else {})

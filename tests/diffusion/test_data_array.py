@@ -178,6 +178,10 @@ def test_wrong_archives(tmp_path):
         archive.writestr("x.npy", b"nothing")
     with pytest.raises(ConfigError, match="cannot be read as an array"):
         load_dataset("array", path=path)
+    (tmp_path / "notes.npy").write_text("no array")
+    with pytest.raises(ConfigError, match="it does not begin as a .npy does") as caught:
+        load_dataset("array", path=tmp_path / "notes.npy")
+    assert "pickle" not in str(caught.value)
     (tmp_path / "folder").mkdir()
     for wrong in ("nowhere.npy", "folder"):
         with pytest.raises(ConfigError, match="give a .npy, a .npz or a zarr"):

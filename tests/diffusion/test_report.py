@@ -52,6 +52,11 @@ def sweep(tmp_path):
     return tmp_path / "sweep"
 
 
+def test_the_folder_that_one_is_in_has_a_name(sweep, monkeypatch):
+    monkeypatch.chdir(sweep / "1")
+    assert report({"runs": "."})[0]["run"] == "1"
+
+
 def test_the_table(sweep, capsys):
     rows = report({"runs": str(sweep)})
     assert list(rows[0]) == [
