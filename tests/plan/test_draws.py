@@ -8,6 +8,7 @@ from torch import nn
 from diffusion import accelerate
 from diffusion.plan.graph import PlanError
 from diffusion.plan.trace import trace
+from triton_kernels import reference
 
 
 class Draws(nn.Module):
@@ -110,6 +111,56 @@ def test_a_number_beside_draws_is_a_tensor():
 def test_draws_that_no_plan_makes_are_refused(function, why):
     with pytest.raises(PlanError, match=rf"{why}.*test_draws.py:\d+"):
         accelerate(Draws(function))(torch.ones(1, 3, 4, 4))
+
+
+class Dropped(nn.Module):
+    """Behind a norm, behind a product, and of rows."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.dropout = dropout
+        self.a, self.b = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)
+        self.norm, self.c = nn.GroupNorm(4, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        drop = self.dropout(x)
+        x = self.b(drop(F.silu(self.norm(self.a(x))), 0.3, (0, 2, 3, 1)))
+        x = drop(x, 0.2, (0, 2, 3, 1)).mean((2, 3))
+        return drop(self.c(x), 0.5, (0, 1))
+
+
+def _of_pytorch(x):
+    return lambda y, p, order: F.dropout(y, p, True)
+
+
+def _of_kernels(x):
+    """What `triton_kernels` drops by a seed of PyTorch's generator, of elements as they lie."""
+    rng, layers = torch.randint(0, 2**63 - 1, (2,)), iter(range(9))
+
+    def drop(y, p, order):
+        lies = y.permute(order)
+        rows = lies.reshape(lies.shape[0], 1, -1, lies.shape[-1])
+        dropped = reference.dropout(rows, p, rng, layer=next(layers)).reshape(lies.shape)
+        return dropped.permute([order.index(i) for i in range(len(order))])
+
+    return drop
+
+
+def test_dropouts_of_a_module_are_drawn_where_they_drop():
+    """From one seed in a call, in the norm's pass where there is one, and no mask is kept."""
+    torch.manual_seed(0)
+    module, x = Dropped(_of_kernels).double(), torch.randn(4, 3, 5, 4).double()
+    fast = accelerate(Dropped(_of_pytorch).double())
+    fast.load_state_dict(module.state_dict())
+    made = []
+    for net in (module, fast):
+        torch.manual_seed(1)
+        y = net(x)
+        made.append((y, *torch.autograd.grad(y.square().sum(), list(net.parameters()))))
+    for a, b in zip(*made, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-11)
+    nodes = fast.plan_of((x,), {})[0].graph.count()
+    assert nodes["draw"] == 1 and nodes["dropout"] == 4  # two of them in either pass
 
 
 @pytest.mark.gpu

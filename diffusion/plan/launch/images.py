@@ -88,8 +88,9 @@ def _dropout(run, node, given):
     a, x = node.attrs, given["x"]
     if "rng" in given:
         drawn = a["p"], given["rng"]
-        y = run.public.dropout(image(x), *drawn, layer=a["layer"], first=given["first"])
-        return y.view(x.shape)
+        x = image(x).contiguous()
+        y = run.public.dropout(x, *drawn, layer=a["layer"], first=given["first"])
+        return y.view(node.out.shape)
     if a["p"] == 1:
         mask = torch.zeros_like(x)
     else:

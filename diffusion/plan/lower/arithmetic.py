@@ -168,13 +168,7 @@ def draw(low: Lowering, *args: Any, **options: Any) -> View:
         raise low.refuse("of a generator of the module's own")
     args = tuple(detached(low, a) if isinstance(a, View) else a for a in args)
     inputs, arguments, options = _call_of(low, args, options)
-    given = numbered("x", inputs)
-    if not inputs:  # an image among the arguments, or another tensor of the call
-        graph = low.graph
-        beside = [*(v for v in graph.inputs if v.shape), *graph.parameters.values(), *graph.inputs]
-        if not beside:
-            raise low.refuse("where no tensor says on which device")
-        given = {"beside": beside[0]}
+    given = numbered("x", inputs) if inputs else low.beside()
     attrs = {"target": low.target, "arguments": arguments, "options": options}
     return whole(low.make("draw", given, low.meta.shape, low.meta.dtype, **attrs))
 

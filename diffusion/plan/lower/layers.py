@@ -263,7 +263,9 @@ def _embedding(low, weight, index, unchanged=-1):
 def _dropout(low, x, p, train):
     if not train or p == 0:
         return x
-    return _dropped(low, x, p, {}, mask=True)
+    if p == 1 or len(low.views.owned(x).value.shape) < 2:
+        return _dropped(low, x, p, {}, mask=True)
+    return _dropped(low, x, p, {"rng": low.rng()}, layer=low.layer(), first=0)
 
 
 @lowers("triton_kernels.dropout")

@@ -19,6 +19,7 @@ from ..graph import Graph, PlanError, Value
 from ..views import View, Views
 
 LOWERINGS: dict[str, Callable] = {}
+_MOST = 2**63 - 1  # of int64
 _KNOWN: dict[Callable, tuple[str, ...]] = {}
 
 
@@ -48,6 +49,8 @@ class Lowering:
         # looks for them
         self.products: dict[Value, tuple[Any, Any, float]] = {}
         self.softmaxes: dict[Value, tuple[Value, int]] = {}
+        self._rng: Value | None = None  # of PyTorch's dropouts
+        self._layers = 0  # of them
 
     def refuse(self, why: str) -> PlanError:
         name = self.name
@@ -57,6 +60,30 @@ class Lowering:
 
     def make(self, op: str, inputs: dict, shape, dtype, **more) -> Value:
         return self.graph.make(op, inputs, shape, dtype, **more)
+
+    def rng(self) -> Value:
+        """Seed and step of this call's dropouts, int64 [2], by PyTorch's generator. Kernels draw
+        from these what they drop, where they make it, and again in backward: no mask is kept."""
+        if self._rng is None:
+            numbers = tuple(("number", n) for n in (0, _MOST, [2]))
+            attrs = {"target": torch.ops.aten.randint.low, "arguments": numbers}
+            attrs |= {"options": {"dtype": torch.int64}}
+            self._rng = self.make("draw", self.beside(), (2,), torch.int64, **attrs)
+        return self._rng
+
+    def layer(self) -> int:
+        """The number of the next of them."""
+        self._layers += 1
+        return self._layers - 1
+
+    def beside(self) -> dict[str, Value]:
+        """What says to a draw of nothing on which device it is: an image among the arguments, or
+        another tensor of the call."""
+        graph = self.graph
+        found = [*(v for v in graph.inputs if v.shape), *graph.parameters.values(), *graph.inputs]
+        if not found:
+            raise self.refuse("where no tensor says on which device")
+        return {"beside": found[0]}
 
     def gather(self, view: View | None, shape=None) -> Value | None:
         """The view as a value, see `Views.gather`."""
