@@ -110,8 +110,21 @@ add_layers(
     ConvTranspose1d(4, 3, 3, stride=2, output_padding=1)
     """,
 )
-volumes = "Conv3d(2, 3, 3)  Conv3d(2, 3, 1)"
-add_layers((1, 2, 4, 4, 4), volumes)
+VIDEO = (2, 3, 4, 6, 5)
+add_layers(
+    VIDEO,
+    """
+    Conv3d(3, 4, 3)  Conv3d(3, 4, 1)  Conv3d(3, 4, 1, bias=False)
+    Conv3d(3, 4, (1, 3, 3), padding=(0, 1, 1))  Conv3d(3, 4, (1, 4, 4), (1, 2, 2), (0, 1, 1))
+    Conv3d(3, 4, (3, 1, 1), padding=(1, 0, 0))  Conv3d(3, 4, (3, 1, 1), padding='same', bias=False)
+    Conv3d(3, 4, (2, 1, 1))
+    Conv3d(3, 4, (1, 3, 3), stride=(2, 1, 1))  Conv3d(3, 4, (1, 3, 3), padding=1)
+    Conv3d(3, 4, (3, 1, 1), stride=(2, 1, 1))  Conv3d(3, 4, (3, 1, 1), stride=2, padding=1)
+    Conv3d(3, 4, (1, 3, 1))  Conv3d(3, 4, (1, 3, 3), dilation=(1, 2, 2))
+    Conv3d(3, 3, (1, 3, 3), groups=3)
+    ConvTranspose3d(3, 4, (1, 4, 4), (1, 2, 2), (0, 1, 1))
+    """,
+)
 
 add_layers(ROWS, "Linear(8, 5)")
 add_layers(IMAGE, "Linear(8, 5, bias=False)")

@@ -172,6 +172,29 @@ def test_parts_of_one_product_are_not_copied(first):
     assert graph.count().get("slice", 0) == 0 and graph.count()["layout"] == 2  # x, the result
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_over_frames_what_one_product_makes_is_not_copied(by_hand):
+    """q, k and v of videos and pixels, which are two axes of the product's result."""
+
+    class Attends(nn.Sequential):
+        def forward(self, x):
+            parts = (heads(y.flatten(0, 1)) for y in self[0](x).chunk(3, -1))
+            q, k, v = (y.unflatten(0, x.shape[:2]) for y in parts) if by_hand else parts
+            if not by_hand:
+                return self[1](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            p = (q * 0.5 @ k.mT).softmax(-1)
+            return self[1]((p @ v).transpose(2, 3).flatten(3))
+
+    module = Attends(nn.Linear(12, 36), nn.Linear(12, 12)).double()
+    args = (torch.randn(2, 6, 5, 12).double(),)
+    compared = compare(module, args)
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    graph = trace(module, args).graph
+    (node,) = (node for node in graph.nodes if node.op == "attention")
+    assert node.inputs["qkv"].shape == (12, 5, 36)
+    assert not {"slice", "layout", "cat"} & set(graph.count())
+
+
 @pytest.mark.parametrize("queries", [1, 5])
 def test_one_key(queries):
     """Of rows [N, C], which a module has reshaped: as the embedding of an image beside tokens."""

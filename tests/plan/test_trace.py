@@ -9,6 +9,7 @@ from diffusion.plan.execute import run
 from diffusion.plan.graph import PlanError
 from diffusion.plan.ops import FORWARD
 from diffusion.plan.trace import trace
+from tests.plan.compare import compare
 from tests.plan.networks import NAMES, network
 
 
@@ -91,6 +92,32 @@ def test_a_concat_is_in_the_order_of_convolutions(c):
     (cat,) = [node for node in graph.nodes if node.op == "cat"]
     assert cat.out.shape == (2, 8, 8, c + 8)
     assert graph.count()["layout"] == 3  # of the second argument, of one half, of the result
+
+
+class Video(nn.Module):
+    """A layer of images, one of frames, and norms of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.image = nn.GroupNorm(2, 4), nn.Conv3d(4, 6, (1, 3, 3), padding=(0, 1, 1))
+        self.frames = nn.Conv3d(6, 4, (3, 1, 1), padding=(1, 0, 0))
+        self.out = nn.Conv3d(4, 4, 1)
+
+    def forward(self, x):  # [N, C, F, H, W]
+        return x + self.out(self.frames(F.silu(self.image(F.silu(self.norm(x))))))
+
+
+def test_layers_of_videos_are_convolutions_of_images():
+    """In one order of memory, so that nothing between them is a copy."""
+    args = (torch.randn(2, 4, 3, 5, 6).double(),)
+    module = nn.Sequential(nn.Conv3d(4, 4, 1), Video(), Video()).double()
+    compared = compare(module, args)
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    graph = trace(module, args).graph
+    nodes = graph.count()
+    assert (nodes["conv"], nodes["linear"], nodes["layout"]) == (4, 3, 2)  # layouts: in and out
+    images = [node.inputs["x"].shape for node in graph.nodes if node.op == "conv"][:2]
+    assert images == [(6, 5, 6, 4), (2, 3, 30, 6)]
 
 
 @pytest.mark.parametrize("new_order", [False, True])

@@ -18,43 +18,75 @@ ACTIVATIONS = ("relu", "silu", "gelu", "mish")
 
 @lowers("convolution")
 def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
-    if len(x.dims) not in (3, 4) or transposed or groups != 1 or set(dilation) != {1}:
-        # PyTorch's, over images as the module has them
-        given = x, weight, bias, stride, padding, dilation, transposed, more, groups
+    given = x, weight, bias, stride, padding, dilation, transposed, more, groups
+    if transposed or groups != 1 or set(dilation) != {1}:
+        return arithmetic(low, *given)  # PyTorch's, over images as the module has them
+    if len(x.dims) == 5:
+        y = _conv_of_frames(low, x, weight, bias, *(_tuple(n, 3) for n in (stride, padding)))
+        return arithmetic(low, *given) if y is None else y
+    if len(x.dims) not in (3, 4):
         return arithmetic(low, *given)
     one_row = len(x.dims) == 3  # of pixels
     if one_row:
         x, weight = x.insert(2), weight.insert(2)
-    sy, sx = _pair(stride, one_row, 1)
-    co, ci, r, s = weight.shape
-    n, _, h, w = x.shape
-    py, px = _pair(padding, one_row, 0)
-    dtype = low.meta.dtype
-    if (r, s, sy, sx, py, px) == (1, 1, 1, 1, 0, 0):
-        columns = low.gather(weight, (co, ci))
-        y = _linear_of(low, x.permute((0, 2, 3, 1)), columns, low.gather(bias), False)
-    else:
-        image = low.gather(x.permute((0, 2, 3, 1)))
-        inputs = {"x": image, "weight": low.gather(weight), "bias": low.gather(bias)}
-        p, q = (h + 2 * py - r) // sy + 1, (w + 2 * px - s) // sx + 1
-        value = low.make(
-            "conv",
-            low.cast_all(inputs, dtype),
-            (n, p, q, co),
-            dtype,
-            stride=(sy, sx),
-            padding=(py, py, px, px),
-        )
-        y = whole(value)
+    strides, zeros = _pair(stride, one_row, 1), _pair(padding, one_row, 0)
+    y = _conv_of_images(low, x.permute((0, 2, 3, 1)), weight, bias, strides, zeros)
     y = y.permute((0, 3, 1, 2))
     return y.drop(2) if one_row else y
 
 
+def _conv_of_images(
+    low: Lowering,
+    x: View,  # [N, H, W, CI]
+    weight: View,
+    bias: View | None,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+) -> View:  # [N, P, Q, CO]
+    co, ci, r, s = weight.shape
+    (n, h, w, _), (sy, sx), (py, px) = x.shape, stride, padding
+    dtype = low.meta.dtype
+    if (r, s, sy, sx, py, px) == (1, 1, 1, 1, 0, 0):
+        return _linear_of(low, x, low.gather(weight, (co, ci)), low.gather(bias), False)
+    inputs = {"x": low.gather(x), "weight": low.gather(weight), "bias": low.gather(bias)}
+    p, q = (h + 2 * py - r) // sy + 1, (w + 2 * px - s) // sx + 1
+    how = {"stride": (sy, sx), "padding": (py, py, px, px)}
+    return whole(low.make("conv", low.cast_all(inputs, dtype), (n, p, q, co), dtype, **how))
+
+
+def _conv_of_frames(
+    low: Lowering,
+    x: View,  # [N, CI, F, H, W]
+    weight: View,
+    bias: View | None,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> View | None:
+    """By filters of one frame, a convolution of N F images; by those of one pixel, of N images
+    whose rows are frames. None: the filters are neither."""
+    (n, ci, f, h, w), (_, _, t, r, s) = x.shape, weight.shape
+    channels_last = x.permute((0, 2, 3, 4, 1))
+    if (t, stride[0], padding[0]) == (1, 1, 0):
+        images, weight, cut = (n * f, h, w, ci), weight.drop(2), slice(1, 3)
+    elif (r, s, *stride, *padding[1:]) == (1, 1, 1, 1, 1, 0, 0):
+        images, weight, cut = (n, f, h * w, ci), weight.drop(4), slice(0, 2)
+    else:
+        return None
+    image = whole(low.gather(channels_last, images))
+    y = _conv_of_images(low, image, weight, bias, stride[cut], padding[cut])
+    (_, co, *size), value = low.meta.shape, low.views.owned(y).value
+    return whole(value, (n, *size, co)).permute((0, 4, 1, 2, 3))
+
+
+def _tuple(given: int | Sequence[int], count: int) -> tuple[int, ...]:
+    given = (given,) if isinstance(given, int) else tuple(given)
+    return given if len(given) == count else given * count
+
+
 def _pair(given: int | Sequence[int], one_row: bool, of_rows: int) -> tuple[int, int]:
-    pair = (given,) if isinstance(given, int) else tuple(given)
     if one_row:
-        return of_rows, pair[-1]
-    return pair if len(pair) == 2 else pair * 2
+        return of_rows, _tuple(given, 1)[-1]
+    return _tuple(given, 2)
 
 
 def _linear_of(
@@ -139,7 +171,7 @@ def attention(low, q, k, v, mask=None, *, scale=None, is_causal=False, enable_gq
     attrs = {"heads": heads, "scale": scale}
     order = packed((q, k, v)) if mask is None else None
     if order is not None:
-        value = _with_positions(low, q.value)
+        value = of_samples(low, q.value, n)
         inputs = {"qkv": value}
         attrs["order"] = order
     else:
@@ -159,11 +191,20 @@ def _with_positions(low: Lowering, value: Value) -> Value:
     return value if between else low.gather(whole(value), (n, 1, c))
 
 
+def of_samples(low: Lowering, value: Value, n: int) -> Value:
+    """A value [N, ..., C] of n samples, which may be several axes of it, such as videos and pixels
+    where attention is over frames."""
+    c = value.shape[-1]
+    if value.shape[0] == n and len(value.shape) > 2:
+        return value
+    return low.gather(whole(value), (n, value.numel // (n * c), c))
+
+
 def _keys_and_values(low: Lowering, q: Value, k: View, v: View) -> dict[str, Value]:
     """Side by side as they are, or else two values; of as many positions as queries, in the same
     shape."""
     if packed((k, v)) == "qkv_heads":
-        return {"kv": _with_positions(low, k.value)}
+        return {"kv": of_samples(low, k.value, k.shape[0])}
     parts = [_with_positions(low, low.views.rows(_joined(view))) for view in (k, v)]
     shape = q.shape if parts[0].numel == q.numel else parts[0].shape
     parts = [p if p.shape == shape else low.gather(whole(p), shape) for p in parts]
@@ -199,7 +240,7 @@ def packed(parts: tuple[View, ...]) -> str | None:
     if any(part.value is not value or part.dims != first.dims for part in parts):
         return None
     row = count * c
-    if value.shape[-1] != row or value.shape[0] != n or value.numel != n * t * row:
+    if value.shape[-1] != row or value.numel != n * t * row:
         return None
     apart = {"qkv_heads": (c, d), "heads_qkv": (d, count * d)}  # part from part, head from head
     for order, (next_part, next_head) in apart.items():

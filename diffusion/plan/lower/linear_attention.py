@@ -14,7 +14,7 @@ from triton_kernels.attention.linear import MOST_MEMORY, MOST_WIDE
 
 from ..graph import Makers, Value
 from ..views import View, merged, strides, turned, whole
-from .layers import packed
+from .layers import of_samples, packed
 from .sources import source
 from .table import Lowering
 
@@ -94,8 +94,8 @@ def _made(low: Lowering, parts: list[_Part], scale: float, shape: tuple) -> View
         inputs = {role: low.gather(x) for role, x in zip("qkv", joined, strict=True)}
         lead = (n, t)
     else:
-        inputs = {"qkv": images[0].value}
-        lead = images[0].value.shape[:-1]
+        value = of_samples(low, images[0].value, n)
+        inputs, lead = {"qkv": value}, value.shape[:-1]
     inputs |= {"memory_k": memory[0], "memory_v": memory[1]}
     attrs = {"heads": heads, "scale": scale} | ({} if order is None else {"order": order})
     y = low.make("linear_attention", inputs, (*lead, heads * d), dtype, **attrs)
