@@ -2,9 +2,11 @@
 
 - Common subexpressions are merged, unused nodes are removed, and nodes without inputs are computed
   now.
+- What is detached and only computes something else that is detached is detached once, at the end.
 - Norms over channels and activations that a module writes itself become one node
   (`norms_by_hand`, `activations_by_hand`), and so do gated products (`gates`).
 - A norm and the following activation become one node, with the embedding's scale and shift (FiLM).
+- Numbers that a product is multiplied with go into filters that a norm makes (`factors`).
 - The scale of attention is the usual one where a norm over channels that makes its queries can have
   what it differs by.
 - Casts around a norm are removed, since its statistics are in float32 anyway.
@@ -16,6 +18,7 @@
 import torch
 
 from .activations_by_hand import find_activations
+from .factors import fold_factors
 from .gates import find_gates
 from .graph import Graph, Makers, Node, Value
 from .launch.table import launch_reference
@@ -24,8 +27,8 @@ from .norms_by_hand import find_norms
 
 def canonicalise(graph: Graph) -> None:
     """Apply all of them, in place."""
-    first = _constants, once, _casts, _biases, find_norms, find_activations, find_gates
-    for rewrite in (*first, _norms, _scales, _padding):
+    first = _constants, once, _detached, _casts, _biases, find_norms, find_activations, find_gates
+    for rewrite in (*first, _norms, fold_factors, _scales, _padding):
         rewrite(graph)
         graph.prune()
     graph.sort()
@@ -58,6 +61,24 @@ def once(graph: Graph) -> None:
         if first is not node:
             same.update(zip(node.outputs.values(), first.outputs.values(), strict=True))
     graph.substitute(same)
+
+
+def _detached(graph: Graph) -> None:
+    """A detach in front of others alone is none, so that what is between them may be one node: a
+    norm under `no_grad`."""
+    blind: set[Value] = set()  # to which no gradient comes
+    readers = graph.consumers()
+    for node in reversed(graph.nodes):
+        for value in node.outputs.values():
+            if all(r is not None and _sends_none(r, blind) for r in readers.get(value, ())):
+                blind.add(value)
+    graph.substitute(
+        {n.out: n.inputs["x"] for n in graph.nodes if n.op == "detach" and n.out in blind}
+    )
+
+
+def _sends_none(node: Node, blind: set[Value]) -> bool:
+    return node.op in ("detach", "draw") or blind.issuperset(node.outputs.values())
 
 
 _MOVES = ("upsample", "pad", "slice", "reshape", "layout")  # which compute nothing
