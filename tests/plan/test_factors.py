@@ -141,3 +141,38 @@ def test_filters_that_are_normalised_in_place_have_one_norm_more():
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-11)
     nodes = trace(module, (x,)).graph.count()
     assert nodes["channel_norm"] == 2 and "arith" not in nodes and nodes["detach"] <= 2
+
+
+def _resampled(number, size=2, **options):
+    def function(m, x):
+        f = torch.tensor([[[[number] * size] * size]], dtype=x.dtype, device=x.device)
+        up = F.conv_transpose2d(x, f.tile([6, 1, 1, 1]), groups=6, stride=size, **options)
+        return F.conv2d(m.a(up), f.tile([6, 1, 1, 1]), groups=6, stride=size, **options)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("number", "size", "options", "count"),
+    [(1.0, 2, {}, 2), (0.25, 2, {}, 2), (0.5, 3, {}, 2), (0.5, 3, {"padding": 1}, 0)],
+)
+def test_filters_of_one_number_are_means_and_repeated_pixels(number, size, options, count):
+    """EDM2's resampling, which then is in the order of the layers around it."""
+    torch.manual_seed(0)
+    module = Uses(_resampled(number, size, **options)).double()
+    x = torch.randn(2, 3, 4, 6).double()
+    compared = compare(module, (x,))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    nodes = trace(module, (x,)).graph.count()
+    assert nodes.get("avg_pool", 0) + nodes.get("upsample", 0) == count
+    assert count == 0 or nodes["layout"] == 2  # the argument and the result
+
+
+def test_filters_of_several_numbers_stay():
+    def function(m, x):
+        f = torch.tensor([[[[0.1, 0.2], [0.3, 0.4]]]], dtype=x.dtype)
+        return F.conv2d(x, f.tile([6, 1, 1, 1]), groups=6, stride=2)
+
+    module, x = Uses(function).double(), torch.randn(2, 3, 4, 6).double()
+    assert compare(module, (x,)).error() < 1e-9
+    assert "avg_pool" not in trace(module, (x,)).graph.count()

@@ -11,6 +11,7 @@ from ..norms_by_hand import channel_norm_attributes
 from ..views import View, in_order, whole
 from .arithmetic import arithmetic
 from .shapes import memory_order
+from .sources import source
 from .table import Lowering, each, lowers
 
 ACTIVATIONS = ("relu", "silu", "gelu", "mish")
@@ -19,6 +20,8 @@ ACTIVATIONS = ("relu", "silu", "gelu", "mish")
 @lowers("convolution")
 def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
     given = x, weight, bias, stride, padding, dilation, transposed, more, groups
+    if groups > 1 and (y := _resampled(low, *given)) is not None:
+        return y
     if transposed or groups != 1 or set(dilation) != {1}:
         return arithmetic(low, *given)  # PyTorch's, over images as the module has them
     if len(x.dims) == 5:
@@ -33,6 +36,28 @@ def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, gro
     y = _conv_of_images(low, x.permute((0, 2, 3, 1)), weight, bias, strides, zeros)
     y = y.permute((0, 3, 1, 2))
     return y.drop(2) if one_row else y
+
+
+def _resampled(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
+    """Of each channel by itself, by one number for every pixel of a block: its mean, or transposed
+    what each pixel becomes, times a number. None: it is something else."""
+    window = tuple(weight.shape[2:])
+    alone = len(x.dims) == 4 and weight.shape[:2] == (x.shape[1], 1) and groups == x.shape[1]
+    plain = set((*_pair(padding, False, 0), *_pair(more, False, 0))) == {0} and bias is None
+    if not (alone and plain and _pair(stride, False, 1) == window and set(dilation) == {1}):
+        return None
+    filters = source(weight, low.graph.producers()).value
+    numbers = set(low.graph.constants.get(filters, torch.empty(0)).flatten().tolist())
+    if len(numbers) != 1:
+        return None
+    (number,), (n, c, p, q) = numbers, low.meta.shape
+    value = low.cast(low.gather(x.permute((0, 2, 3, 1))), low.meta.dtype)
+    how = {"factor": window} if transposed else {"window": window}
+    op = "upsample" if transposed else "avg_pool"
+    y = whole(low.make(op, {"x": value}, (n, p, q, c), value.dtype, **how))
+    number *= 1 if transposed else math.prod(window)
+    y = y if number == 1 else each(low, "affine", y, scale=number, offset=0)
+    return y.permute((0, 3, 1, 2))
 
 
 def _conv_of_images(
