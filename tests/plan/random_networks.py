@@ -9,7 +9,7 @@ EMB = 6
 LAYERS = (
     "conv", "pointwise", "down", "down_padded", "pool", "up", "norm", "norm_act", "film", "act",
     "emb", "residual", "concat", "attention", "packed", "gate", "scale", "tokens", "dropout",
-    "down_even", "wide", "skip", "swish", "vector", "mixed",
+    "down_even", "wide", "skip", "swish", "vector", "mixed", "mlp",
 )  # fmt: skip
 
 
@@ -65,6 +65,7 @@ class RandomNetwork(nn.Module):
             "swish": lambda: {"norm": norm()},
             "vector": lambda: {"conv": nn.Conv2d(c, c, 3, padding=1, bias=False), "norm": norm()},
             "mixed": lambda: {"linear": nn.Linear(c, c)},
+            "mlp": lambda: {"wider": nn.Conv2d(c, 3 * c, 1), "last": nn.Linear(3 * c, c)},
         }
         return parts[name]() if name in parts else {}
 
@@ -137,6 +138,10 @@ class RandomNetwork(nn.Module):
                 x = torch.einsum("nchw,oc->nohw", x, weight) + torch.matmul(
                     weight, x.flatten(2)
                 ).view(x.shape)
+            elif name == "mlp":
+                y = self.activation(parts["wider"](x)).permute(0, 2, 3, 1)
+                y = parts["last"](y if h > w else y.flatten(1, 2)).reshape(n, h, w, c)
+                x = x + y.permute(0, 3, 1, 2)
             elif name == "dropout":
                 x = F.dropout(x, 0.0, self.training)
             assert x.shape[:2] == before.shape[:2]

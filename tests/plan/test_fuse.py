@@ -242,7 +242,8 @@ def test_every_row_is_used_by_the_networks(trains, products_on_small_images):
         low = [x.bfloat16() if x.is_floating_point() else x for x in args]
         plans += (plan(theirs.bfloat16(), tuple(low)),)
     crossing = Crossing(True), (torch.randn(2, 3, 4, 4), torch.randn(2, 5, 6))
-    plans += (plan(*crossing, trains=trains),)
+    layers = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
+    plans += plan(*crossing, trains=trains), plan(layers, (torch.randn(2, 3, 8),), trains=trains)
     with torch.autocast("cpu", torch.bfloat16):
         normed = Normed(), (torch.randn(2, 3, 4, 6), torch.tensor([3.0, 400.0]))
         plans += (plan(*normed, trains=trains),)
@@ -253,6 +254,31 @@ def test_every_row_is_used_by_the_networks(trains, products_on_small_images):
         used = any(reason.startswith(row.name) for reason in why)
         if row.name != "gradients of weights in float32":  # there is nothing to cast here
             assert used == (mode in row.when), row.name
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.SiLU(), nn.GELU("tanh"), nn.Mish()])
+@pytest.mark.parametrize("shape", [(2, 5, 6), (7, 6), (2, 3, 4, 6), (2, 3, 2, 2, 6)])
+def test_derivatives_of_activations_are_taken_by_the_input_gradient(activation, shape):
+    """Of a linear layer over rows of any kind; not where others read the activation."""
+    module = nn.Sequential(nn.Linear(6, 8), activation, nn.Linear(8, 4)).double()
+    args = (torch.randn(shape).double(),)
+    assert agree(module, args) < BUDGET
+    nodes = plan(module, args, trains=True).graph.count()
+    assert nodes["conv_input_grad"] == 1 and "act_grad" not in nodes
+    both = Both(module).double()
+    assert agree(both, args) < BUDGET
+    nodes = plan(both, args, trains=True).graph.count()
+    assert nodes["act_grad"] == 1 and "conv_input_grad" not in nodes
+
+
+class Both(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        y = self.layers[:2](x)
+        return self.layers[2](y) + y[..., :4]
 
 
 def test_sums_serve_every_norm_and_are_those_before_upsampling():

@@ -161,6 +161,11 @@ class Fusing:
         self.take(node)
         return node
 
+    def constant(self, tensor: torch.Tensor, name: str) -> Value:
+        """A constant of this name, made once."""
+        found = (value for value in self.graph.constants if value.name == name)
+        return next(found, None) or self.graph.constant(tensor, name)
+
     def done(self) -> None:
         """Put new nodes into the graph, and take out those that are gone."""
         nodes = [n for node in self.graph.nodes for n in (*self._new.get(node, ()), node)]

@@ -76,7 +76,8 @@ def fuse(
     graph.nodes, graph.outputs = behind, list(backward.grads.values())
     _apply(graph, BACKWARD_ROWS, mode, tf32, forward)
     behind = graph.nodes
-    graph.nodes, graph.outputs, graph.constants = [*forward, *behind], outputs, constants
+    graph.nodes, graph.outputs = [*forward, *behind], outputs
+    graph.constants = constants | graph.constants
     backward.start = len(forward)
     return None
 

@@ -118,14 +118,14 @@ def _product_dx(run, node, given):
 @launches("conv_input_grad")
 def _conv_input_grad(run, node, given):
     dz, partials = run.kernels.conv_input_grad(
-        given["dy"],
+        _rows(given["dy"]),
         filters(given["weight"]),
-        inputs=tuple(many(given, "x")),
+        inputs=tuple(map(_rows, many(given, "x"))),
         table=given["table"],
         activation=node.attrs["activation"],
         mask=mask_of(node, given),
     )
-    return {"dz": dz, "partials": partials}
+    return {"dz": dz.view(node.out.shape), "partials": partials}
 
 
 @launches("conv_down_dx")
