@@ -1,7 +1,8 @@
 """What the time between the command and the first step goes into.
 
 Parts of the way say when they are done (`reached`), and the trainer says it all in a line when the
-first step is. Only the first run of a process counts: the jobs of a sweep have nothing to import.
+first step is. Only the first run of a process that takes a step counts: later jobs of a sweep have
+nothing to import.
 """
 
 import os
@@ -25,15 +26,16 @@ class StartUp:
 
     def __init__(self, before: float) -> None:
         """`before`: seconds that have gone by."""
-        self.parts: list[tuple[str, float]] = []  # what, and how many seconds
+        self.parts: dict[str, float] = {}  # seconds of each
         self._last = time.perf_counter() - before
         self._over = False
 
     def reached(self, part: str) -> None:
-        """The part is done, which began where the one before it ended."""
+        """The part is done, which began where the one before it ended. If it is done again, as by
+        jobs of a sweep that ended before a step, its times add up."""
         now = time.perf_counter()
         if not self._over:
-            self.parts.append((part, now - self._last))
+            self.parts[part] = self.parts.get(part, 0.0) + now - self._last
         self._last = now
 
     def finish(self) -> str | None:
@@ -41,8 +43,8 @@ class StartUp:
         if self._over or not self.parts:
             return None
         self._over = True
-        total = sum(seconds for _, seconds in self.parts)
-        said = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.parts)
+        total = sum(self.parts.values())
+        said = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self.parts.items())
         return f"the first step was done after {total:.1f} s: {said}"
 
 

@@ -12,9 +12,17 @@ def test_every_part_is_timed_from_the_one_before(monkeypatch):
     clock = StartUp(before=2.0)
     clock.reached("imports")
     clock.reached("data")
-    assert clock.parts == [("imports", 2.5), ("data", 0.75)]
+    assert clock.parts == {"imports": 2.5, "data": 0.75}
     line = clock.finish()
     assert line.startswith("the first step was done after 3.2 s: imports 2.5, data 0.8")
+
+
+def test_a_part_has_one_time_if_jobs_of_a_sweep_ended_before_a_step():
+    clock = StartUp(before=3.0)
+    for part in ("imports", "device", "imports", "device", "data"):
+        clock.reached(part)
+    assert list(clock.parts) == ["imports", "device", "data"]
+    assert clock.finish().count("imports") == 1
 
 
 def test_only_the_first_run_of_a_process_counts():
