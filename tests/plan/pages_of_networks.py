@@ -32,6 +32,9 @@ def drawn(seed: int) -> tuple[nn.Module, tuple]:
     layers = [LAYERS[seed % len(LAYERS)], *rng.choices(LAYERS, k=rng.randint(2, 5))]
     rng.shuffle(layers)
     module = RandomNetwork(layers, rng.choice(["silu", "gelu", "relu", "mish"]), c)
+    if seed % 2:  # with layers that somebody has frozen
+        for part in module.inside:
+            part.requires_grad_(rng.random() < 0.5)
     return module, (torch.randn(n, c, h, w), torch.randn(n, EMB))
 
 

@@ -9,7 +9,7 @@ EMB = 6
 LAYERS = (
     "conv", "pointwise", "down", "down_padded", "pool", "up", "norm", "norm_act", "film", "act",
     "emb", "residual", "concat", "attention", "packed", "gate", "scale", "tokens", "dropout",
-    "down_even", "wide", "skip", "swish", "vector", "mixed", "mlp",
+    "down_even", "wide", "skip", "swish", "vector", "mixed", "mlp", "adapted",
 )  # fmt: skip
 
 
@@ -52,6 +52,11 @@ class RandomNetwork(nn.Module):
                 "conv": nn.Conv2d(2 * c, c, 3, padding=1),
             },
             "attention": lambda: {n: nn.Linear(c, c) for n in ("q", "k", "v")},
+            "adapted": lambda: {
+                **{n: nn.Linear(c, c) for n in ("q", "k", "v")},
+                "a": nn.Linear(c, 2, bias=False),
+                "b": nn.Linear(2, c, bias=False),
+            },
             "packed": lambda: {"conv": nn.Conv2d(c, 3 * c, 1)},
             "gate": lambda: {"conv": nn.Conv2d(c, 2 * c, 1)},
             "tokens": lambda: {"linear": nn.Linear(c, c)},
@@ -98,10 +103,12 @@ class RandomNetwork(nn.Module):
             elif name == "concat":
                 other = first if first.shape == x.shape else torch.tanh(x)
                 x = parts["conv"](F.silu(parts["norm"](torch.cat((x, other), dim=1))))
-            elif name == "attention":
+            elif name in ("attention", "adapted"):  # the latter as LoRA adds to q, k and v
                 rows = x.flatten(2).transpose(1, 2)
+                low = parts["b"](parts["a"](rows)) if name == "adapted" else 0.0
                 q, k, v = (
-                    parts[p](rows).unflatten(2, (2, -1)).transpose(1, 2) for p in ("q", "k", "v")
+                    (parts[p](rows) + low).unflatten(2, (2, -1)).transpose(1, 2)
+                    for p in ("q", "k", "v")
                 )
                 o = F.scaled_dot_product_attention(q, k, v)
                 x = x + o.transpose(1, 2).reshape(n, -1, c).transpose(1, 2).view(x.shape)

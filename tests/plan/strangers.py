@@ -517,3 +517,31 @@ add("rounded and clipped", Rounded, (2, 3, 9, 8), torch.tensor(1.75))
 add("filters of norm 1", OfUnitNorm, (2, 4, 6, 6))
 add("resampled by filters", Resampled, (2, 4, 4, 6))
 add("weight norm", lambda: nn.Sequential(_normed(), nn.GLU(1), nn.PReLU(4)), (2, 4, 6, 6))
+
+
+class LowRank(nn.Module):
+    """As peft adapts a layer (Hu et al. 2021), whose input is cast to the parameters' type."""
+
+    def __init__(self, layer: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer, self.dropout = layer, nn.Identity()
+        self.a = nn.Linear(layer.in_features, rank, bias=False)
+        self.b = nn.Linear(rank, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base_layer(x)
+        x = x.to(self.a.weight.dtype)
+        return y + self.b(self.a(self.dropout(x))) * 2.0
+
+
+def _adapted() -> UNet2DConditionModel:
+    """Attention's layers, while all others are frozen."""
+    net = _conditional().requires_grad_(False)
+    for name, part in list(net.named_modules()):
+        if isinstance(part, nn.Linear) and name.split(".")[-1] in ("to_q", "to_k", "to_v"):
+            parent, _, last = name.rpartition(".")
+            setattr(net.get_submodule(parent), last, LowRank(part, 4))
+    return net
+
+
+add("with LoRA", _adapted, LATENTS, T, TOKENS)

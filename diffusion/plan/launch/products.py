@@ -236,7 +236,8 @@ def _attention_grad(run, node, given):
 
 
 def _shaped(given: Inputs, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {role: grad.reshape(given[role].shape) for role, grad in grads.items()}
+    """In the shapes of what they are gradients of, each in one piece of memory."""
+    return {role: grad.reshape(given[role].shape).contiguous() for role, grad in grads.items()}
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
