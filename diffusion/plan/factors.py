@@ -5,7 +5,8 @@ norm makes these (EDM2, KarrasUnet), whose `factor` takes them for nothing:
     s ((1 - t) a + t conv(x, W)) = s (1 - t) a + conv(x, s t W)
 
 Each was a pass over the image, forward and backward. The sum of a block and its skip is then a sum
-as any other, which the product's launch adds.
+as any other, which the product's launch adds. A number behind a product that reads fewer numbers
+than it makes, as the second of LoRA's, goes in front of it: s (x W) = (s x) W.
 """
 
 import math
@@ -47,7 +48,7 @@ class _Folding:
         maker = self.makers.get(x)
         if self._scaled(node.out) is None or maker is None or not self._reads_alone(node, x):
             return
-        if self._absorbs(self._made(x), scale):
+        if self._absorbs(self._made(x), scale) or self._scales_fewer(maker, scale):
             self._replace(node, maker)
             return
         parts = _summands(maker)
@@ -65,6 +66,16 @@ class _Folding:
         self.graph.nodes.remove(node)
         maker.outputs = {"y": node.out}
         self.makers[node.out] = maker
+
+    def _scales_fewer(self, product: Node, number: float) -> bool:
+        """Whether a product reads so much less than it makes, and it is multiplied there now."""
+        if product.op not in ("conv", "linear") or "bias" in product.inputs:
+            return False
+        x = product.inputs["x"]
+        if 2 * x.numel > product.out.numel:
+            return False
+        product.inputs["x"] = self._multiplied(product, x, number)
+        return True
 
     def _multiplied(self, total: Node, value: Value, number: float) -> Value:
         """A multiple of a summand, by its maker if that can."""

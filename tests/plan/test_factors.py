@@ -95,6 +95,24 @@ def test_forms_in_float64(name):
         assert _left(trace(module, (x,)).graph) == tuple(left)
 
 
+def test_a_number_behind_a_product_of_low_rank_is_in_front():
+    """As LoRA's, beside a layer whose product then adds what is made of it; not where that would
+    make more to multiply."""
+    torch.manual_seed(0)
+    low, high, wide = (nn.Conv2d(*sizes, 1, bias=False) for sizes in ((6, 2), (2, 6), (6, 6)))
+    layers = nn.ModuleList([low, high, wide])
+
+    def function(m, x):
+        return m.layers[2](x) * 2 + m.layers[1](m.layers[0](x)) * 3
+
+    module, x = Uses(function).double(), torch.randn(2, 3, 4, 6).double()
+    module.layers = layers.double()
+    compared = compare(module, (x,))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    numbers = [n for n in trace(module, (x,)).graph.nodes if n.op == "affine"]
+    assert {n.attrs["scale"]: n.out.shape[-1] for n in numbers} == {3: 2, 2: 6}
+
+
 STEPS = (
     lambda m, layer, y, other, number: number * y,
     lambda m, layer, y, other, number: y / (2 + number**2),
