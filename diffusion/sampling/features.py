@@ -21,7 +21,7 @@ from ..runtime.distributed import Processes
 
 EXTRACTOR = "inception-v3-compat"  # of the literature
 _PREPARED = "uint8 in RGB, gray copied into all three; resized by the network"  # part of the key
-_WITHOUT = "the loss on what is held out (metrics=[loss]) needs none"
+_WITHOUT = "the held-out loss (metrics=[loss]; in training dataset.held_out) needs none"
 
 log = logging.getLogger(__name__)
 
