@@ -281,6 +281,22 @@ class Both(nn.Module):
         return self.layers[2](y) + y[..., :4]
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_rows_of_an_embedding_are_read_where_they_lie(trains):
+    """Scale and shift of FiLM, which are halves of a layer's result, by both passes."""
+    block = ResBlock(8, 16, 6, **OPTIONS | {"use_scale_shift_norm": True, "dropout": 0})
+    *images, emb, _ = block_args()
+    args = torch.cat(images, 3).double(), emb.double()
+    assert agree(in_float64(block), args) < BUDGET
+    made = plan(block, args, trains=trains)
+    nodes = made.graph.count()
+    assert nodes["columns"] == 2 and "slice" not in nodes
+    makers = made.graph.producers()
+    reading = [n for n in made.schedule.nodes if {"scale", "shift"} & set(n.inputs)]
+    assert len(reading) == 1 + trains
+    assert all(makers[n.inputs["scale"]].op == "columns" for n in reading)
+
+
 def test_sums_serve_every_norm_and_are_those_before_upsampling():
     """The decoder's norms read partials that convolutions of the encoder have made."""
     module, args, _ = network("ours: unet.cu's")

@@ -14,6 +14,7 @@ from ..canonical import once
 from ..differentiate import Backward
 from ..graph import Graph, Node
 from .backward import BACKWARD_ROWS
+from .by_pytorch import WHERE_IT_LIES
 from .forward import FORWARD_ROWS
 from .preparing import PREPARING
 from .rewrite import Fusing, On, Row
@@ -78,7 +79,11 @@ def fuse(
     behind = graph.nodes
     graph.nodes, graph.outputs = [*forward, *behind], outputs
     graph.constants = constants | graph.constants
-    backward.start = len(forward)
+    # what both passes read, which this row leaves where it is
+    graph.outputs = [*outputs, *backward.grads.values()]
+    _apply(graph, (WHERE_IT_LIES,), mode, tf32)
+    graph.outputs = outputs
+    backward.start = len(set(graph.nodes).intersection(forward))
     return None
 
 
