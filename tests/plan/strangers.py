@@ -188,6 +188,61 @@ class Bottleneck(nn.Module):
         return F.relu_(y)
 
 
+class Video(nn.Module):
+    """Layers of images, of frames, and attention over frames, of [N, C, F, H, W]."""
+
+    def __init__(self, c: int, heads: int) -> None:
+        super().__init__()
+        self.stem, self.heads = nn.Conv3d(3, c, (1, 5, 5), padding=(0, 2, 2)), heads
+        self.norms = nn.ModuleList(nn.GroupNorm(4, c) for _ in range(3))
+        self.image = nn.Conv3d(c, c, (1, 3, 3), padding=(0, 1, 1))
+        self.frames = nn.Conv3d(c, c, (3, 1, 1), padding=(1, 0, 0))
+        self.down = nn.Conv3d(c, c, (1, 4, 4), (1, 2, 2), (0, 1, 1))
+        self.qkv, self.last = nn.Linear(c, 3 * c, bias=False), nn.Conv3d(c, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        h = self.image(F.silu(self.norms[0](x)))
+        x = self.down(x + self.frames(F.silu(self.norms[1](h))))
+        rows = self.norms[2](x).permute(0, 3, 4, 2, 1).flatten(1, 2)  # [N, H W, F, C]
+        parts = self.qkv(rows).chunk(3, -1)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(2, 3) for y in parts)
+        y = ((q * q.shape[-1] ** -0.5) @ k.mT).softmax(-1) @ v
+        y = y.transpose(2, 3).flatten(3).unflatten(1, x.shape[3:])
+        return self.last(x + y.permute(0, 4, 3, 1, 2))
+
+
+add("a video", lambda: Video(16, 2), (2, 3, 4, 6, 8))
+
+
+class Magnitudes(nn.Module):
+    """As EDM2: filters of one norm, numbers around each product, sums that are weighted."""
+
+    def __init__(self, c: int) -> None:
+        super().__init__()
+        sizes = (c, 3, 3, 3), (c, c, 3, 3), (c, c, 3, 3), (c, c, 1, 1), (3, c, 3, 3)
+        self.filters = nn.ParameterList(torch.randn(size) for size in sizes)
+        self.gain = nn.Parameter(torch.rand(1, c, 1, 1))
+
+    def _conv(self, x: Tensor, at: int) -> Tensor:
+        w = self.filters[at]
+        norm = torch.linalg.vector_norm(w, dim=(1, 2, 3), keepdim=True)
+        w = w / torch.add(1e-4, norm, alpha=w[0].numel() ** -0.5)
+        return F.conv2d(x, w / w[0].numel() ** 0.5, padding=w.shape[-1] // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = torch.full((self.gain.numel(), 1, 2, 2), 0.25, dtype=x.dtype, device=x.device)
+        x = self._conv(x, 0)
+        x = F.conv2d(x, mean.to(x.dtype), groups=len(mean), stride=2)
+        y = self._conv(F.silu(x) / 0.596, 1)
+        y = self._conv(F.silu(y * self.gain.to(y.dtype)) / 0.596, 2)
+        x = self._conv(x, 3).lerp(y, 0.3) / 0.58**0.5
+        return self._conv(x, 4)
+
+
+add("magnitudes", lambda: Magnitudes(16), (2, 3, 8, 12))
+
+
 @stranger
 def residual_network():
     begin = nn.Conv2d(3, 16, 7, 2, 3), nn.MaxPool2d(3, 2, 1)
