@@ -19,7 +19,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..errors import ConfigError
 from ..models.conditions import Conditions, Given
+from ..runtime.file_lock import open_locked_folder
 from ..runtime.progress import Progress
 from ..sampling.edit import Edit
 from ..tracking.pictures import grid
@@ -30,13 +32,25 @@ _GRID_OF = 100  # images at most in the grid beside them
 
 
 class PictureFolder:
-    """Images 0 .. n - 1 of a drawing in the folder `out`, which is made if need be."""
+    """Images 0 .. n - 1 of a drawing in the folder `out`, which is made if need be, and which no
+    other drawing has before this one is closed."""
 
     def __init__(self, out: Path, drawing: str, n: int) -> None:
-        """`drawing` is a digest of all that the images depend on, see `digest_of`."""
+        """`drawing` is a digest of all that the images depend on, see `digest_of`. ConfigError:
+        another process draws into the folder."""
         self.out, self.drawing, self.n = out, drawing, n
         self._done = 0  # batches
         out.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lock = open_locked_folder(out)
+        except BlockingIOError:
+            raise ConfigError(
+                f"out={out}: another process draws into it; wait for it, or give another out"
+            ) from None
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        os.close(self._lock)
 
     def begin(self, batches: Sequence[Sequence[int]]) -> int:
         """How many of the batches are there already, by this very drawing; `batches` has the

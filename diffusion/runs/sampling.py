@@ -5,6 +5,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -237,27 +238,30 @@ def _draw_into(
     drawing = _Drawing(settings, trained, sampler, given)
     processes, folder, done = drawing.processes, None, 0
     batches, _ = cut(drawing.share, settings.batch_size)
-    if processes.is_first:
-        with writing(out):
-            folder = PictureFolder(out, _identity(drawing, values), settings.n)
-            done = folder.begin([drawing.numbers(batch) for batch in range(batches)])
-        if done:
-            print(f"{out} has {done} of {batches} batches of this drawing, which goes on")
-    done = processes.of_first(done)
-    try:
-        for images in drawing.batches(values.finish, done):
-            gathered = processes.gather(torch.from_numpy(images))
-            if folder is not None:
-                with writing(out):
-                    folder.write(drawing.numbers(done), gathered.numpy())
-            done += 1
-    except KeyboardInterrupt:
-        if folder is not None and done:
-            print(f"{done} of {batches} batches are in {out}; the same command goes on", flush=True)
-        raise
-    if folder is not None:
-        with writing(out):
-            folder.finish(shown)
+    with ExitStack() as held:
+        if processes.is_first:
+            with writing(out):
+                folder = PictureFolder(out, _identity(drawing, values), settings.n)
+                held.callback(folder.close)
+                done = folder.begin([drawing.numbers(batch) for batch in range(batches)])
+            if done:
+                print(f"{out} has {done} of {batches} batches of this drawing, which goes on")
+        done = processes.of_first(done)
+        try:
+            for images in drawing.batches(values.finish, done):
+                gathered = processes.gather(torch.from_numpy(images))
+                if folder is not None:
+                    with writing(out):
+                        folder.write(drawing.numbers(done), gathered.numpy())
+                done += 1
+        except KeyboardInterrupt:
+            if folder is not None and done:
+                said = f"{done} of {batches} batches are in {out}; the same command goes on"
+                print(said, flush=True)
+            raise
+        if folder is not None:
+            with writing(out):
+                folder.finish(shown)
     return processes.is_first
 
 

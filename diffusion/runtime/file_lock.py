@@ -14,16 +14,25 @@ def open_locked(path: Path) -> int:
     returns its number. BlockingIOError: another process holds it. Where the file system has no
     locks the file is opened without one."""
     while True:
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(file)
-                raise
+        file = _locked(os.open(path, os.O_RDWR | os.O_CREAT, 0o666))
         if is_at(file, path):
             return file
         os.close(file)  # who held it has deleted or renamed it meanwhile
+
+
+def open_locked_folder(path: Path) -> int:
+    """Likewise of a folder, which is there, and is opened to lock it alone."""
+    return _locked(os.open(path, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def _locked(file: int) -> int:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            os.close(file)
+            raise
+    return file
 
 
 def is_at(file: int, path: Path) -> bool:

@@ -19,6 +19,7 @@ from diffusion.formats.trained import load_trained
 from diffusion.formats.weights import save_unet_cu
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.runs import sampling as sampling_run
+from diffusion.runs.picture_folder import PictureFolder
 from diffusion.runs.sampling import sample
 from diffusion.runtime import progress
 from diffusion.runtime.backend import TORCH_FP32
@@ -215,6 +216,16 @@ def test_a_folder_keeps_what_a_stopped_drawing_has_and_goes_on(stopped, tmp_path
     first.write_bytes(early["000000.png"])
     whole = files(tmp_path / "whole")
     assert files(tmp_path / "all") | {"grid.png": whole["grid.png"]} == whole
+
+
+def test_a_folder_that_another_process_draws_into_is_refused(stopped, tmp_path):
+    early = files(tmp_path / "all")
+    other = PictureFolder(tmp_path / "all", "another drawing", 1)
+    with pytest.raises(ConfigError, match="out=.*all: another process draws into it"):
+        sample(stopped)
+    assert files(tmp_path / "all") == early
+    other.close()
+    sample(stopped)
 
 
 @pytest.mark.parametrize("other", [{"seed": 1}, {"n": 6}, {"ema": False}], ids=str)
