@@ -236,8 +236,18 @@ def _quiet_board(otherwise: Callable[[Any], object]) -> Callable[[Any], None]:
 
 
 def _is_whole(row: dict[str | None, Any]) -> bool:
-    """Whether a row has all its values: a machine that fails leaves half a one."""
-    return None not in row and None not in row.values() and row.get("step", "").isdecimal()
+    """Whether a row has all its values: a machine that fails leaves half a one, or zeros in it."""
+    if None in row or None in row.values() or not row.get("step", "").isdecimal():
+        return False
+    return all(_is_number(row[name]) for name in FIELDS if row.get(name))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 class _Table:
