@@ -58,7 +58,7 @@ BACKWARD = {
 }
 # what fusing makes of these: see `fuse`
 FUSED = {
-    "casts": "x0, x1, ... in another dtype, as y0, y1, ...: parameters, once in a call",
+    "casts": "x0, x1, ... in another dtype, or `parts` of them side by side: parameters of a call",
     "bias_grads": "sums of rows0, rows1, ...: of each result its rows and first column, as `parts`",
     "rounded": "x0, x1, ... to TF32, as y0, y1, ...: parameters, once in a call",
     "weight_grads": "conv_dw or linear_dw of x0, dy0, x1, dy1, ... of one size, as y0, y1, ...",

@@ -8,8 +8,8 @@ from .order import not_awaited, readers_of
 
 
 def casts_together(graph: Graph) -> int:
-    """Casts of parameters to one dtype as one node, in front of all; how many nodes less there
-    are."""
+    """Casts of parameters to one dtype as one node, in front of all, which writes those side by
+    side that a concatenation alone reads, such as q, k and v's; how many nodes less there are."""
     parameters, found = set(graph.parameters.values()), {}
     for node in graph.nodes:
         if node.op == "cast" and node.inputs["x"] in parameters:
@@ -18,12 +18,30 @@ def casts_together(graph: Graph) -> int:
     for nodes in found.values():
         if len(nodes) == 1:
             continue
+        numbers = {node.out: i for i, node in enumerate(nodes)}
+        cats = _side_by_side(graph, numbers)
+        parts = {cat.out: [numbers[value] for value in cat.many("x")] for cat in cats}
+        joined = {i for together in parts.values() for i in together}
+        parts = {y: [i] for y, i in numbers.items() if i not in joined} | parts
         inputs = {f"x{i}": node.inputs["x"] for i, node in enumerate(nodes)}
-        outputs = {f"y{i}": node.out for i, node in enumerate(nodes)}
-        gone = set(nodes)
+        outputs = {f"y{i}": value for i, value in enumerate(parts)}
+        gone, how = {*nodes, *cats}, {"parts": list(parts.values())}
         rest = [node for node in graph.nodes if node not in gone]
-        graph.nodes = [Node("casts", inputs, outputs, {}, nodes[0].source), *rest]
+        graph.nodes = [Node("casts", inputs, outputs, how, nodes[0].source), *rest]
     return before - len(graph.nodes)
+
+
+def _side_by_side(graph: Graph, casts: Collection[Value]) -> list[Node]:
+    """The concatenations of rows of these that nobody else reads."""
+    readers = graph.consumers()
+    return [
+        node
+        for node in graph.nodes
+        if node.op == "cat"
+        and node.attrs["axis"] == 0
+        and len(set(node.many("x"))) == len(node.inputs)
+        and all(x in casts and readers[x] == [node] for x in node.inputs.values())
+    ]
 
 
 def _sums(node: Node) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from diffusion import accelerate
 from diffusion.plan.build import plan
 from diffusion.plan.execute import Streams, run_moves
 from diffusion.plan.fuse.forward import FORWARD_ROWS
@@ -73,10 +74,47 @@ def test_filters_are_cast_into_the_order_in_which_kernels_read_them(order):
     values = [Value(f"x{i}", tuple(x.shape), x.dtype) for i, x in enumerate(weights)]
     made = [Value(f"y{i}", tuple(x.shape), torch.bfloat16) for i, x in enumerate(weights)]
     inputs, outputs = ({v.name: v for v in those} for those in (values, made))
-    node = Node("casts", inputs, outputs)
+    node = Node("casts", inputs, outputs, {"parts": [[0], [1], [2]]})
     found = launch_kernels(node, dict(zip(values, weights, strict=True)))
     for x, y in zip(weights, map(found.get, made), strict=True):
         assert torch.equal(y, x.bfloat16()) and filters(y).data_ptr() == y.data_ptr(), "no copy"
+
+
+class Attends(torch.nn.Module):
+    """Twice, of which once with a weight that is read alone, too."""
+
+    def __init__(self, c):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(c, c) for _ in range(6))
+
+    def forward(self, x):
+        for i in (0, 3):
+            rows = (
+                layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in self.layers[i:][:3]
+            )
+            x = torch.nn.functional.scaled_dot_product_attention(*rows).transpose(1, 2).flatten(2)
+        return self.layers[5](x)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_weights_that_are_one_product_are_cast_side_by_side(trains):
+    module, x = Attends(8), torch.randn(2, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = plan(module, (x,), trains=trains)
+        nodes = [node for node in made.schedule.nodes if node.op in ("casts", "cat")]
+        casts, cats = nodes[0], [n for n in nodes[1:] if n.out.dtype == torch.bfloat16]
+        rows = sorted(value.shape[0] for value in casts.outputs.values())
+        assert rows == [8, 8, 8, 24] and len(cats) == 1
+        found = []
+        for net in (module, accelerate(module)):
+            with torch.set_grad_enabled(trains):
+                y = net(x)
+            loss, given = y.float().square().sum(), list(module.parameters())
+            grads = torch.autograd.grad(loss, given) if trains else ()
+            found.append((y, torch.cat([g.flatten() for g in (y, *grads)])))
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 0.03 * a.norm()
 
 
 class Norms(torch.nn.Module):

@@ -100,12 +100,22 @@ def _arith_grad(run, node, given):
 
 @by_pytorch("casts")
 def _casts(run, node, given):
-    xs = list(given.values())
-    made = [
-        torch.empty_like(x, dtype=node.out.dtype, memory_format=order_of_kernels(x)) for x in xs
-    ]
-    copy_all(xs, made)
-    return dict(zip(node.outputs, made, strict=True))
+    """`parts` has the numbers of what each result is of, side by side if there are several."""
+    xs, made, results = list(given.values()), {}, {}
+    for (role, value), (first, *others) in zip(
+        node.outputs.items(), node.attrs["parts"], strict=True
+    ):
+        x = xs[first]
+        if others:
+            y = torch.empty(value.shape, dtype=value.dtype, device=x.device)
+            at = [first, *others]
+            made |= zip(at, y.split([len(xs[i]) for i in at]), strict=True)
+        else:
+            y = torch.empty_like(x, dtype=value.dtype, memory_format=order_of_kernels(x))
+            made[first] = y
+        results[role] = y
+    copy_all(xs, [made[i] for i in range(len(xs))])
+    return results
 
 
 def order_of_kernels(x: Tensor) -> torch.memory_format:
