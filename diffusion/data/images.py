@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,8 @@ EXTENSIONS = (
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _MAX_SKIPPED = 0.01  # more corrupt files, if not a single one, are no accident
 _MOST_PIXELS = 150_000_000  # of one image; decoded, that is 0.45 GB in each of up to 16 threads
+# Pillow warns of an attack from 89 million on, which a camera or a microscope has
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 _ORIENTATION = 0x0112  # of EXIF: from 5 on height and width are exchanged
 _CHUNK = 1024  # files in flight; the decoded ones wait in memory for their turn
 

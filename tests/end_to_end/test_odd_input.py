@@ -99,6 +99,13 @@ def test_pipes_sockets_and_devices_among_the_data(tmp_path, unix_socket):
     report({"runs": str(tmp_path / "run")})
 
 
+def test_of_a_large_picture_nothing_is_said(tmp_path):
+    """Of 90 million pixels Pillow itself warns."""
+    Image.new("1", (9_500, 9_500)).save(tmp_path / "a.png")
+    code = f"from diffusion.data.images import load_folder; load_folder({str(tmp_path)!r}, 8, 1)"
+    assert run("-c", code) == (0, "", "")
+
+
 def test_an_image_of_too_many_pixels(tmp_path):
     """In a file of a few bytes, which is refused by its header alone."""
 
