@@ -13,7 +13,7 @@ from triton_kernels.norm.channel_norm import CHANNEL_NORM, CHANNEL_NORM_GRAD
 from triton_kernels.reductions import row_sums
 from triton_kernels.reference import fused
 from triton_kernels.registry.chips import CHIPS
-from triton_kernels.registry.spec import MOST_CHANNELS, ChannelNormSpec
+from triton_kernels.registry.spec import MOST_CHANNELS, ChannelNormSpec, dtype_name
 from triton_kernels.runtime.device import Device, describe
 
 from .poison import poison_outputs
@@ -298,6 +298,21 @@ def test_what_the_registry_says_of_it():
         assert "at most 8192" in op.refuse(spec, gpu)
 
 
+@pytest.mark.parametrize(
+    ("channels", "columns", "in_a_warp"),
+    [(1, 1, True), (64, 64, True), (72, 80, True), (320, 320, True), (640, 640, True)]
+    + [(768, 768, False), (1280, 1280, False), (2049, 2560, False), (MOST_CHANNELS, 8192, False)],
+)
+def test_rows_are_in_blocks(channels, columns, in_a_warp):
+    """Few columns are not there, and a lane has no more numbers than it has registers for."""
+    spec = ChannelNormSpec(1, "bf16", 64**2, channels, grad=True)
+    first, *rest = CHANNEL_NORM_GRAD.kernels[0].configs(spec, CHIPS["h100"].gpu)
+    blocks = -(-channels // first.block_c)
+    assert blocks * first.block_c == columns and (first.block_c <= 128) == in_a_warp
+    for block_c, block_p, num_warps in (first, *rest):
+        assert block_p * block_c * -(-channels // block_c) // (32 * num_warps) <= 20
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("channels", [1, 48, 64, 320, 512, 1280, 4096, MOST_CHANNELS])
@@ -308,12 +323,13 @@ def test_on_a_gpu(channels, how, dtype, monkeypatch):
     grows with the pixels."""
     floor = ROUNDINGS + (2**-12 / (4 * 9 * 33) ** 0.5 if dtype == torch.bfloat16 else 0)
     case = make_case((4, 9, 33, channels), dtype=dtype, device="cuda", mean=1.0)
-    gpu, (kernel,) = describe(torch.device("cuda")), CHANNEL_NORM.kernels
-    specs = (ChannelNormSpec(4, "bf16", 297, channels, grad=grad) for grad in (False, True))
-    for config in dict.fromkeys(c for spec in specs for c in kernel.configs(spec, gpu)):
-        take(monkeypatch, channel_norm=config, channel_norm_bwd=config)
-        for _ in range(3):
-            check(case, floor, activation="silu", **how)
+    gpu = describe(torch.device("cuda"))
+    for op, grad in ((CHANNEL_NORM, False), (CHANNEL_NORM_GRAD, True)):
+        spec = ChannelNormSpec(4, dtype_name(dtype), 297, channels, grad=grad)
+        for config in op.kernels[0].configs(spec, gpu):
+            take(monkeypatch, **{op.name: config})
+            for _ in range(3):
+                check(case, floor, activation="silu", **how)
 
 
 def test_module_of_pytorch(device):

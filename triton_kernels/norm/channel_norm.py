@@ -22,6 +22,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import MOST_CHANNELS, ChannelNormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
+from ..runtime.hardware import SECTOR, WARP
 from ..runtime.layout import check_affine, check_nhwc
 from ..runtime.library import derivative, once_differentiable, op
 from .channel_norm_kernels import channel_norm_bwd_kernel, channel_norm_fwd_kernel
@@ -39,11 +40,12 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 class WholeRows(NamedTuple):
     """What a program reads at once."""
 
-    tile: int  # elements, of whole rows
+    block_c: int  # channels, of which a row is some blocks
+    block_p: int  # rows
     num_warps: int
 
 
-_TILES = (2048, 1024, 4096)
+_LANE = 4  # numbers of a block: 16 bytes of float32, so tensors of any type are read in one way
 _MOST_WARPS = 16
 
 
@@ -56,11 +58,27 @@ def _is_wide(channels: int) -> bool:
 
 
 def _configs(spec: ChannelNormSpec, gpu: Device) -> list[WholeRows]:
-    """A thread has 16 elements: with 8, backward takes 8 to 78 % longer (H200). Backward, which has
-    up to three sums of each element, has half as many rows."""
-    row = triton.next_power_of_2(max(spec.c, 1))
-    tiles = (max(tile // 2 if spec.grad else tile, row) for tile in _TILES)
-    return [WholeRows(t, min(t // (32 * 16), _MOST_WARPS)) for t in dict.fromkeys(tiles)]
+    """Backward, a lane has 20 numbers of x at most, up to three sums of each, and what comes in and
+    is multiplied: its registers are enough."""
+    ways = ((5, 4), (3, 4)) if spec.grad else ((6, 4), (6, 8), (10, 4))
+    found = dict.fromkeys(_in_blocks(spec, *way) for way in ways)
+    return [config for config in found if config.num_warps <= _MOST_WARPS]
+
+
+def _in_blocks(spec: ChannelNormSpec, most: int, num_warps: int) -> WholeRows:
+    """Rows in so many blocks at most, each in one warp if it fits there. Blocks are as wide as the
+    fewest columns that are not there allow, and at least a sector of memory."""
+    in_warps = WARP * _LANE
+    while triton.cdiv(spec.c, in_warps) > most:
+        in_warps *= 2
+    least = min(SECTOR // spec.itemsize, triton.next_power_of_2(max(spec.c, 1)))
+    widths = [in_warps >> i for i in range(in_warps.bit_length()) if in_warps >> i >= least]
+    widths = [width for width in widths if triton.cdiv(spec.c, width) <= most]
+    block_c = min(widths, key=lambda width: triton.cdiv(spec.c, width) * width)
+    num_warps = max(num_warps, block_c // (WARP * _LANE))
+    again = most // max(triton.cdiv(spec.c, block_c), 1)  # a lane has room for so many rows
+    block_p = WARP * _LANE * num_warps // block_c << again.bit_length() - 1
+    return WholeRows(block_c, block_p, num_warps)
 
 
 def _cost(spec: ChannelNormSpec, gpu: Device, config: WholeRows) -> float:
@@ -86,21 +104,20 @@ class _Grid(NamedTuple):
 
     k: int  # programs an image
     tiles: int  # of each
-    masked: bool  # some tiles reach over an edge
+    masked: bool  # the last tile reaches over the last pixel
     block_p: int
     block_c: int
 
 
 def _cut(spec: ChannelNormSpec, config: WholeRows, gpu: Device) -> _Grid:
-    """As many programs as keep the GPU busy, each with as few tiles as that allows; backward half
-    as many, for each leaves sums behind."""
-    block_c = triton.next_power_of_2(max(spec.c, 1))
-    block_p = max(1, min(config.tile // block_c, triton.next_power_of_2(max(spec.pixels, 1))))
+    """As many programs as keep the GPU busy, each with as few tiles as that allows; backward just
+    below three of four warps a multiprocessor, as many as registers allow: each leaves sums."""
+    block_p = min(config.block_p, triton.next_power_of_2(max(spec.pixels, 1)))
     blocks = triton.cdiv(spec.pixels, block_p)
-    tiles = max(1, triton.cdiv(spec.n * blocks, gpu.busy // (2 if spec.grad else 1) or 1))
+    warps = 4 * gpu.busy * (3 if spec.grad else 8) // 8
+    tiles = max(1, triton.cdiv(spec.n * blocks, max(warps // config.num_warps, 1)))
     k = triton.cdiv(blocks, tiles)
-    masked = spec.c != block_c or spec.pixels != k * tiles * block_p
-    return _Grid(k, tiles, masked, block_p, block_c)
+    return _Grid(k, tiles, spec.pixels % block_p > 0, block_p, config.block_c)
 
 
 # --- launchers ------------------------------------------------------------------------------------
@@ -134,7 +151,7 @@ def channel_norm_forward(
     def run(config: WholeRows) -> Tensor:
         k, tiles, *tile = _cut(spec, config, gpu)
         channel_norm_fwd_kernel[(n * k,)](
-            x, *params, residual, y, *row_strides(params), pixels, c, k, tiles, eps, factor,
+            x, *params, residual, y, *row_strides(params), pixels, k, tiles, eps, factor, c,
             centred, eps_in, activation, *tile, tf32, num_warps=config.num_warps,
             **overlapping(x.device),
         )  # fmt: skip
@@ -191,8 +208,8 @@ def channel_norm_backward(
         )
         if x.numel():
             channel_norm_bwd_kernel[(n * k,)](
-                dy, x, *params, add, dx, summed, kept, *row_strides(params), pixels, c, k, tiles,
-                eps, factor, centred, eps_in, rounded_grad(activation, x.dtype), *tile, tf32,
+                dy, x, *params, add, dx, summed, kept, *row_strides(params), pixels, k, tiles, eps,
+                factor, c, centred, eps_in, rounded_grad(activation, x.dtype), *tile, tf32,
                 num_warps=config.num_warps, **overlapping(device),
             )  # fmt: skip
         return kept, summed
