@@ -243,7 +243,9 @@ def test_every_row_is_used_by_the_networks(trains, products_on_small_images):
         plans += (plan(theirs.bfloat16(), tuple(low)),)
     crossing = Crossing(True), (torch.randn(2, 3, 4, 4), torch.randn(2, 5, 6))
     layers = nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8))
-    plans += plan(*crossing, trains=trains), plan(layers, (torch.randn(2, 3, 8),), trains=trains)
+    rows = (torch.randn(2, 3, 8),)
+    plans += plan(*crossing, trains=trains), plan(layers, rows, trains=trains)
+    plans += (plan(Gated(8), rows, trains=trains),)
     with torch.autocast("cpu", torch.bfloat16):
         normed = Normed(), (torch.randn(2, 3, 4, 6), torch.tensor([3.0, 400.0]))
         plans += (plan(*normed, trains=trains),)
@@ -269,6 +271,30 @@ def test_derivatives_of_activations_are_taken_by_the_input_gradient(activation, 
     assert agree(both, args) < BUDGET
     nodes = plan(both, args, trains=True).graph.count()
     assert nodes["act_grad"] == 1 and "conv_input_grad" not in nodes
+
+
+class Gated(nn.Module):
+    """As the blocks of DiT; and what else reads the product, if `again`."""
+
+    def __init__(self, c, again=False):
+        super().__init__()
+        self.again, self.layer, self.gate = again, nn.Linear(c, c), nn.Linear(c, c)
+
+    def forward(self, x):
+        y = self.gate(x[:, :1]) * self.layer(x)
+        return x + y + y.sin() if self.again else x + y
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_product_is_added_where_it_is_multiplied(again):
+    module, args = Gated(6, again).double(), (torch.randn(2, 3, 6).double(),)
+    assert agree(module, args) < BUDGET
+    for trains in (False, True):
+        forward = nodes_of(plan(module, args, trains=trains).schedule.forward)
+        ops = [node.op for node in forward]
+        assert ops.count("mul") == again and ops.count("arith") == 1  # addcmul, or sin
+    with torch.autocast("cpu", torch.bfloat16):
+        assert agree(Gated(6, again), (torch.randn(2, 3, 6),)) < 0.03
 
 
 class Both(nn.Module):

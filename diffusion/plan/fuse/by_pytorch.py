@@ -1,7 +1,9 @@
 """Rows of what PyTorch computes: casts, parts and concatenations that need no pass of their own,
 because its kernels read and write any type and any steps through memory."""
 
-from ..graph import Node, Value
+import torch
+
+from ..graph import Node, Value, numbered
 from .rewrite import Fusing, Row
 
 WHEN = ("train", "sample")  # not in a step, whose gradients have places
@@ -44,6 +46,23 @@ def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
         return None
     f.write(cat, node.out, node)
     return node.out
+
+
+def added_product(f: Fusing, node: Node) -> Value | None:
+    """A product that only a sum reads is added where it is multiplied"""
+    for y, other in f.summands(node):
+        product = f.maker(y, "mul")
+        if product is None or f.reader(y, "add") is not node:
+            continue
+        factors = product.inputs["a"], product.inputs["b"]
+        if not all(v.dtype.is_floating_point for v in (other, *factors)):
+            continue
+        node.op, node.inputs = "arith", numbered("x", (other, *factors))
+        target = torch.ops.aten.addcmul.default
+        node.attrs = {"target": target, "arguments": (0, 1, 2), "options": {}}
+        f.take(node, product)
+        return node.out
+    return None
 
 
 def _part_where_it_lies(f: Fusing, node: Node) -> Value | None:
