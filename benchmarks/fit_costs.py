@@ -61,7 +61,7 @@ def read(paths: Sequence[str], former: Device) -> Layers:
             if kernel is None or kernel.work is None:
                 continue
             kind = NormSpec if op in sweep_norms.OPS.values() else ConvSpec
-            kind = AttentionSpec if op in (OPS["attention"], OPS["attention_grad"]) else kind
+            kind = AttentionSpec if "attention" in op.name else kind
             kind = WeightGradsSpec if op is OPS["weight_grads"] else kind
             spec = _spec(kind, row["spec"])
             gpu = Device(**row["gpu"]) if "gpu" in row else former

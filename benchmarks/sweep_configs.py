@@ -13,6 +13,7 @@ layers of models that people train.
            weight_grads         of 1x1 filters, in groups
            tf32,fp32            weight gradients in these types
            split_tf32,split_fp32
+           cross_attention,cross_attention_grad
     layers=mixed,small,exact,wide,pointwise,odd,narrow   of forward, both gradients, tf32 and fp32:
                         which of `sweep_layers.LAYERS`
 
@@ -24,6 +25,7 @@ where they can compute a layer, also where nobody has measured that they pay.
 """
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -39,8 +41,13 @@ from benchmarks import harness, precompile, stopwatch, sweep_norms
 from benchmarks.cold import Cold
 from benchmarks.harness import drawn, drawn_filters
 from benchmarks.sweep_layers import LAYERS, OF_32_BITS, OF_FEW, specs
-from triton_kernels.attention import attention_fwd
-from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD
+from triton_kernels.attention import attention_fwd, cross_attention_bwd, cross_attention_fwd
+from triton_kernels.attention.configs import (
+    ATTENTION,
+    ATTENTION_GRAD,
+    CROSS_ATTENTION,
+    CROSS_ATTENTION_GRAD,
+)
 from triton_kernels.attention.launch import attention_bwd
 from triton_kernels.attention.tiles import (
     BWD_CONFIGS,
@@ -76,6 +83,7 @@ DEFAULTS = {
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 OPS |= {name: CONV_FEW if name == "few" else CONV_SPLIT for name in OF_FEW}
 OPS |= {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
+OPS |= {"cross_attention": CROSS_ATTENTION, "cross_attention_grad": CROSS_ATTENTION_GRAD}
 OPS |= dict.fromkeys(OF_32_BITS, WEIGHT_GRAD)
 OPS |= {"skip_dx": SKIP_DX, "weight_grads": WEIGHT_GRADS} | sweep_norms.OPS
 
@@ -126,8 +134,8 @@ def candidates(op: Op, spec: Spec, gpu: Device) -> list[tuple[str, tuple]]:
 
 def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor]:
     """What computes it with a configuration, on random numbers."""
-    if op in (ATTENTION, ATTENTION_GRAD):
-        return _attention_runner(spec, device)
+    if isinstance(spec, AttentionSpec):
+        return (_attention_runner if spec.keys is None else _cross_runner)(spec, device)
     if op in (CONV_FEW, CONV_SPLIT):
         return Cold(op, spec, device)
     if isinstance(spec, NormSpec):
@@ -197,6 +205,20 @@ def _attention_runner(spec: AttentionSpec, device: torch.device) -> Callable[[tu
         return lambda c: attention_fwd(qkv, *options, c)[0]
     o, lse = attention_fwd(qkv, *options, fwd_config(spec))
     return lambda c: attention_bwd(do, qkv, o, lse, *options, c)
+
+
+def _cross_runner(spec: AttentionSpec, device: torch.device) -> Callable[[tuple], Tensor]:
+    """Of samples of eight heads."""
+    heads = math.gcd(spec.n, 8)
+    sizes = (spec.t, 1), (spec.t, 1), (spec.keys, 2)
+    q, do, kv = (
+        drawn(device, spec.n // heads, t, k * heads * spec.d, dtype=torch.bfloat16)
+        for t, k in sizes
+    )
+    if not spec.grad:
+        return lambda c: cross_attention_fwd(q, kv, None, heads, config=c)[0]
+    o, lse = cross_attention_fwd(q, kv, None, heads, config=fwd_config(spec))
+    return lambda c: cross_attention_bwd(do, q, kv, None, o, lse, heads, config=c)[1]
 
 
 def main(arguments: Sequence[str]) -> int:

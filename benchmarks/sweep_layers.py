@@ -10,6 +10,7 @@ from triton_kernels.registry.spec import AttentionSpec, ConvSpec, Spec, WeightGr
 # names of passes: of evaluations of few images, of attention, of weight gradients in 32 bits
 OF_FEW = ("split", "few", "split_tf32", "split_fp32")
 OF_ATTENTION = ("attention", "attention_grad")
+OF_CROSS_ATTENTION = ("cross_attention", "cross_attention_grad")
 OF_32_BITS = ("tf32", "fp32")
 
 # (rows and columns, channels of x and of y, side of the filter, batches)
@@ -197,6 +198,20 @@ LAYERS_OF_ATTENTION = (
     (8, 4096, 128),
 )
 
+# (heads of all samples, queries, channels of a head, keys) of layers that attend to a text, or to
+# what a policy has observed
+LAYERS_OF_CROSS_ATTENTION = (
+    (128, 4096, 40, 77),  # Stable Diffusion
+    (128, 1024, 80, 77),
+    (128, 256, 160, 77),
+    (128, 64, 160, 77),
+    (320, 1024, 64, 77),  # its XL
+    (80, 4096, 64, 77),
+    (192, 256, 32, 78),  # unet64 of texts
+    (256, 64, 32, 78),
+    (256, 256, 32, 8),
+    (128, 1024, 40, 257),
+)
 
 # (rows and columns, channels, batches) of layers with attention, and whose weight gradients of 1x1
 # filters are computed together: those of attention, of skips, and of both
@@ -260,6 +275,10 @@ def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, Spec]
         grad = name == "attention_grad"
         for n, t, d in LAYERS_OF_ATTENTION if name in passes else ():
             found.append((name, AttentionSpec(n, "bf16", t, d, grad=grad)))
+    for name in OF_CROSS_ATTENTION:
+        grad = name == "cross_attention_grad"
+        for n, t, d, keys in LAYERS_OF_CROSS_ATTENTION if name in passes else ():
+            found.append((name, AttentionSpec(n, "bf16", t, d, grad=grad, keys=keys)))
     random.Random(0).shuffle(found)
     return found
 

@@ -38,6 +38,11 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
         ({}, _REGISTERS),
     ],
     "attention_bwd_relayed_kernel": _REGISTERS,
+    "attention_few_keys_bwd_kernel": [
+        ({"arch": 90, "BY_QUERY": True}, Expect(wgmma="registers", spills=16)),
+        ({}, Expect(wgmma="registers")),
+    ],
+    "attention_few_keys_fwd_kernel": Expect(wgmma="registers"),
     "attention_fwd_head_kernel": [({"T": 256}, _REGISTERS._replace(spills=64)), ({}, _REGISTERS)],
     "attention_fwd_kernel": [
         (_FMA, Expect(wgmma=False)),

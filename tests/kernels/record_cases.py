@@ -143,11 +143,18 @@ def _others() -> dict[str, Callable[[], None]]:
 
 
 def _cross_attention() -> None:
-    """Of 77 tokens and a null token, as in training, and of all keys in one tile."""
-    for keys, heads, d, masked in ((78, 6, 32, True), (64, 4, 64, False)):
-        q, o, do = (torch.empty(8, 256, heads * d, dtype=torch.bfloat16) for _ in range(3))
-        kv = torch.empty(8, keys, 2 * heads * d, dtype=torch.bfloat16)
-        mask = torch.empty(8, keys, dtype=torch.bool) if masked else None
+    """Of 77 tokens and a null token, as in training, and of more than a tile has; of heads in one
+    block and in two."""
+    for keys, heads, d, masked in (
+        (78, 6, 32, True),
+        (64, 4, 64, False),
+        (77, 8, 40, False),
+        (77, 8, 80, False),
+        (257, 4, 32, True),
+    ):
+        q, o, do = (torch.empty(16, 1024, heads * d, dtype=torch.bfloat16) for _ in range(3))
+        kv = torch.empty(16, keys, 2 * heads * d, dtype=torch.bfloat16)
+        mask = torch.empty(16, keys, dtype=torch.bool) if masked else None
         lse = triton_kernels.fused_ops.cross_attention_forward(q, kv, mask, heads)[1]
         triton_kernels.fused_ops.cross_attention_backward(do, q, kv, mask, o, lse, heads)
 

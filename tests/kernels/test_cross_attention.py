@@ -1,5 +1,6 @@
 """Cross-attention against its reference in float64: output and gradients, under a random do."""
 
+import dataclasses
 import math
 
 import pytest
@@ -12,11 +13,25 @@ from triton_kernels.attention import (
     cross_attention_fwd,
     hopper as head,
 )
-from triton_kernels.attention.configs import CROSS_ATTENTION
-from triton_kernels.attention.tiles import BWD_CONFIGS, FWD_CONFIGS, bwd_config, fwd_config
+from triton_kernels.attention.configs import CROSS_ATTENTION, CROSS_ATTENTION_GRAD
+from triton_kernels.attention.few_keys import (
+    BY_QUERY_CHANNELS,
+    FEW_KEYS,
+    FewKeys,
+    FewKeysGrad,
+    blocks_of,
+)
+from triton_kernels.attention.tiles import (
+    BWD_CONFIGS,
+    FWD_CONFIGS,
+    BwdConfig,
+    bwd_config,
+    fwd_config,
+)
 from triton_kernels.registry.chips import CHIPS
-from triton_kernels.registry.choose import explain
+from triton_kernels.registry.choose import explain, select
 from triton_kernels.registry.spec import AttentionSpec
+from triton_kernels.runtime.device import describe
 
 from .attention_cases import (
     FLOOR,
@@ -180,10 +195,10 @@ def test_fwd_config(config, shape, device):
     assert_close("o", cross_attention_fwd(q, kv, mask, shape[3], False, config)[0], exact, budget)
 
 
-def check_bwd_config(config, shape, dtype, device):
-    if config.one_pass and config.keep < shape[2]:
+def check_bwd_config(config, shape, dtype, device, mask="lengths"):
+    if isinstance(config, BwdConfig) and config.one_pass and config.keep < shape[2]:
         pytest.skip("one pass needs all keys in a tile")
-    q, kv, do, mask = make(*shape, dtype, device)
+    q, kv, do, mask = make(*shape, dtype, device, mask)
     (_, *exact), (_, *budgets) = expected_and_budgets(q, kv, do, shape[3], mask)
     made = cross_attention_fwd(q, kv, mask, shape[3], False)
     for _ in range(RUNS_ON_GPU if q.is_cuda else 1):
@@ -198,6 +213,89 @@ def test_bwd_config(config, shape, device):
     check_bwd_config(config, shape, torch.float16, device)
 
 
+# Programs of a head that are not equally long, and more than there are blocks
+FEW_KEYS_CONFIGS = (
+    FewKeys(64, 64, 4, 2, 1),
+    FewKeys(128, 64, 4, 3, 3),
+    FewKeys(128, 128, 8, 2, 2),
+)
+FEW_KEYS_GRAD_CONFIGS = (
+    FewKeysGrad(False, 64, 64, 4, 2, 1),
+    FewKeysGrad(False, 128, 32, 8, 2, 3),
+    FewKeysGrad(True, 64, 64, 4, 2, 3),
+    FewKeysGrad(True, 128, 128, 8, 2, 2),
+)
+FEW_KEYS_SHAPES = {  # heads in one block and in two
+    "ragged": (2, 150, 37, 2, 24),
+    "whole": (1, 128, 64, 1, 32),
+    "one_query": (2, 1, 3, 2, 16),
+    "text": (2, 200, 77, 2, 40),
+    "two_ragged_blocks": (1, 70, 128, 1, 72),
+    "wide_head": (1, 66, 9, 1, 160),
+}
+
+
+def skip_if_refused(config, shape, device):
+    _, _, keys, _, d = shape
+    if config.keep < keys:
+        pytest.skip("all keys are in a tile")
+    if isinstance(config, FewKeysGrad) and config.by_query:
+        if d > BY_QUERY_CHANNELS or describe(torch.device(device)).mma_sync:
+            pytest.skip("by query, channels are in one block, and operands in shared memory")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("config", distinct(FEW_KEYS_CONFIGS), ids=str)
+@pytest.mark.parametrize("shape", FEW_KEYS_SHAPES.values(), ids=FEW_KEYS_SHAPES)
+def test_few_keys(shape, config, mask, device):
+    skip_if_refused(config, shape, device)
+    q, kv, do, seen = make(*shape, torch.float16, device, mask)
+    (exact, *_), (budget, *_) = expected_and_budgets(q, kv, do, shape[3], seen)
+    o, lse = cross_attention_fwd(q, kv, seen, shape[3], False, config)
+    assert_close("o", o, exact, budget)
+    tiles = cross_attention_fwd(q, kv, seen, shape[3], False, FWD_CONFIGS[0])
+    torch.testing.assert_close(lse, tiles[1], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("config", distinct(FEW_KEYS_GRAD_CONFIGS), ids=str)
+@pytest.mark.parametrize("shape", FEW_KEYS_SHAPES.values(), ids=FEW_KEYS_SHAPES)
+def test_few_keys_grad(shape, config, mask, device):
+    skip_if_refused(config, shape, device)
+    check_bwd_config(config, shape, torch.float16, device, mask)
+
+
+def test_a_head_is_two_blocks_where_that_is_less():
+    found = {d: blocks_of(d) for d in (5, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 160, 256)}
+    assert found == {
+        5: (16, 0), 16: (16, 0), 24: (32, 0), 32: (32, 0), 40: (32, 16), 48: (32, 16), 56: (64, 0),
+        64: (64, 0), 72: (64, 16), 80: (64, 16), 96: (64, 32), 112: (128, 0), 160: (128, 32),
+        256: (256, 0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("chip", ["h100", "a100", "rtx4090"])
+def test_programs_of_few_keys_fill_the_gpu(chip, grad):
+    """And where no tile has room, or keys are many, or of 32 bits, there are others."""
+    gpu, op = CHIPS[chip].gpu, CROSS_ATTENTION_GRAD if grad else CROSS_ATTENTION
+    kernel = op.kernel(FEW_KEYS.name)
+    for n, t in ((128, 4096), (80, 4096), (512, 1024), (4096, 64)):
+        spec = AttentionSpec(n, "bf16", t, 40, grad=grad, keys=77)
+        configs = kernel.configs(spec, gpu)
+        for config in configs:
+            blocks = -(-t // config.step)
+            each = -(-blocks // config.splits)
+            assert config.keep >= 77 and (config.splits - 1) * each < blocks
+        assert any(n * c.splits >= gpu.num_sms or c.splits >= t // c.step for c in configs)
+        if n < t:  # many queries
+            choice = select(op, spec, gpu)
+            assert choice.kernel is kernel and choice.why == "predicted"
+    for other in ({"keys": 129}, {"dtype": "tf32"}, {"d": 256}):
+        spec = AttentionSpec(**{"n": 128, "dtype": "bf16", "t": 4096, "d": 40, "keys": 77} | other)
+        assert select(op, dataclasses.replace(spec, grad=grad), gpu).kernel is not kernel
+
+
 def test_every_choice_is_in_a_tested_list():
     for t, keys in ((64, 78), (4096, 1), (1, 65), (256, 513)):
         for d in (16, 32, 64, 128):
@@ -210,7 +308,8 @@ def test_every_choice_is_in_a_tested_list():
 
 def test_no_kernel_keeps_a_head_in_shared_memory():
     spec = AttentionSpec(32, "bf16", 64, 32, keys=64, masked=True)
-    assert [c.kernel for c in explain(CROSS_ATTENTION, spec, CHIPS["h100"].gpu)] == ["tiles"]
+    found = [c.kernel for c in explain(CROSS_ATTENTION, spec, CHIPS["h100"].gpu)]
+    assert found == ["tiles", "few_keys"]
     reason = head.refuse(spec, CHIPS["h100"].gpu)
     assert reason == "keys and values in another tensor than queries"
 
@@ -329,4 +428,44 @@ def test_gpu_fwd_config(config, shape, device):
 @pytest.mark.parametrize("config", BWD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", GPU_CONFIG_SHAPES.values(), ids=GPU_CONFIG_SHAPES)
 def test_gpu_bwd_config(config, shape, device):
+    check_bwd_config(config, shape, torch.bfloat16, device)
+
+
+FEW_KEYS_GPU = describe(torch.device("cuda")) if torch.cuda.is_available() else CHIPS["h200"].gpu
+FEW_KEYS_GPU_SHAPES = GPU_CONFIG_SHAPES | {
+    "text": (4, 1024, 77, 8, 40),
+    "text_80": (3, 300, 77, 8, 80),
+    "text_160": (2, 200, 77, 4, 160),
+    "actions": (16, 256, 8, 4, 32),
+}
+
+
+def gpu_configs(op, grad):
+    """Each tile of each shape, of a head in one program and in the most."""
+    found = []
+    for name, shape in FEW_KEYS_GPU_SHAPES.items():
+        n, t, keys, heads, d = shape
+        spec = AttentionSpec(n * heads, "bf16", t, d, grad=grad, keys=keys, masked=True)
+        by_tile = {}
+        for config in op.kernel(FEW_KEYS.name).configs(spec, FEW_KEYS_GPU):
+            by_tile.setdefault(config[:-1], []).append(config)
+        for configs in by_tile.values():
+            for config in dict.fromkeys((configs[0]._replace(splits=1), configs[-1])):
+                found.append(pytest.param(shape, config, id=f"{name} {config}"))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, config", gpu_configs(CROSS_ATTENTION, False))
+def test_gpu_few_keys(shape, config, device):
+    q, kv, do, mask = make(*shape, torch.bfloat16, device)
+    (exact, *_), (budget, *_) = expected_and_budgets(q, kv, do, shape[3], mask)
+    for _ in range(RUNS_ON_GPU):
+        o, _ = cross_attention_fwd(q, kv, mask, shape[3], False, config)
+        assert_close("o", o, exact, budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, config", gpu_configs(CROSS_ATTENTION_GRAD, True))
+def test_gpu_few_keys_grad(shape, config, device):
     check_bwd_config(config, shape, torch.bfloat16, device)

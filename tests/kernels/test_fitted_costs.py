@@ -4,7 +4,12 @@ import dataclasses
 
 import pytest
 
-from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD
+from triton_kernels.attention.configs import (
+    ATTENTION,
+    ATTENTION_GRAD,
+    CROSS_ATTENTION,
+    CROSS_ATTENTION_GRAD,
+)
 from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.plain.split_k import CONV_SPLIT
@@ -27,7 +32,7 @@ class TestFittedCosts:
     def test_parameters_are_of_known_kernels(self, arch):
         """Each name is that of a kernel and of the fields that its parameters depend on."""
         ops = FORWARD, INPUT_GRAD, SKIP_DX, WEIGHT_GRAD, WEIGHT_GRADS, ATTENTION, ATTENTION_GRAD
-        ops += CONV_SPLIT, CONV_FEW, UPSAMPLED
+        ops += CONV_SPLIT, CONV_FEW, UPSAMPLED, CROSS_ATTENTION, CROSS_ATTENTION_GRAD
         known = {(k.name, *k.fitted_by) for op in ops for k in op.kernels if k.work is not None}
         fitted = cost.parameters(arch)
         assert len(fitted) >= 10 and not cost.parameters(70)

@@ -144,7 +144,8 @@ def test_the_page_of_a_step_is_what_training_launches(steps, precision, context)
     launched = both[: len(both) // 2]  # of two steps
     rest = iter(launched)
     assert len(paged) > 100 and all(kernel in rest for kernel in paged)
-    attends = [name for name in paged if name.startswith("attention_fwd_kernel")]
+    of_attention = "attention_fwd_kernel", "attention_few_keys_fwd_kernel"
+    attends = [name for name in paged if name.startswith(of_attention)]
     assert len(attends) == (8 if context else 4)
     others = Counter(launched) - Counter(paged)  # data, noise, loss, norm of the gradient, update
     assert not any("conv" in name or "norm_apply" in name for name in others)

@@ -11,6 +11,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import AttentionSpec
 from ..runtime.device import Device
 from . import hopper as head, relayed, streamed, tile_launch
+from .few_keys import FEW_KEYS, FEW_KEYS_GRAD
 from .tiles import BwdConfig, Tile, block_d, bwd_config, bwd_tiles, bwd_work, fwd_tiles, fwd_work
 
 
@@ -182,5 +183,7 @@ ATTENTION = Op("attention", _KEY, (TILES, HEAD, KEPT, STREAMED), _similar)
 ATTENTION_GRAD = Op("attention_bwd", _KEY, (TILES_GRAD, HEAD_GRAD, RELAYED), _similar)
 
 _CROSS_KEY = ("t", "keys", "d", "dtype")
-CROSS_ATTENTION = Op("cross_attention", _CROSS_KEY, (TILES,), similar=False)
-CROSS_ATTENTION_GRAD = Op("cross_attention_bwd", _CROSS_KEY, (TILES_GRAD,), similar=False)
+CROSS_ATTENTION = Op("cross_attention", _CROSS_KEY, (TILES, FEW_KEYS), similar=False)
+CROSS_ATTENTION_GRAD = Op(
+    "cross_attention_bwd", _CROSS_KEY, (TILES_GRAD, FEW_KEYS_GRAD), similar=False
+)

@@ -6,7 +6,7 @@ import triton.language as tl
 from ..runtime.dependent_launch import await_inputs
 from ..tf32 import as_operand
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 # --- tiles ----------------------------------------------------------------------------------------
 
@@ -21,7 +21,7 @@ def _head_offset(head, num_heads, D: tl.constexpr, HEADS_QKV: tl.constexpr):
 
 
 @triton.jit
-def _of_head(
+def of_head(
     q_ptr,  # in qkv [N, T, 3C], and no kv_ptr; or q [N, T, C],
     kv_ptr,  # and [N, L, 2C]
     n,
@@ -46,7 +46,7 @@ def _of_head(
 
 
 @triton.jit
-def _seen(mask_ptr, n, offs_n, L: tl.constexpr):
+def seen_keys(mask_ptr, n, offs_n, L: tl.constexpr):
     """Which of these keys a sample has."""
     inside = offs_n < L
     if mask_ptr is None:
@@ -66,7 +66,7 @@ def _locate(num_heads, T: tl.constexpr, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def _load_tile(
+def load_tile(
     ptr,
     offs_t,
     offs_d,
@@ -84,7 +84,7 @@ def _load_tile(
 
 
 @triton.jit
-def _store_tile(
+def store_tile(
     ptr,
     value,
     offs_t,
@@ -103,7 +103,7 @@ def _store_tile(
 
 
 @triton.jit
-def _add_product(a, b, acc, PRECISION: tl.constexpr):
+def add_product(a, b, acc, PRECISION: tl.constexpr):
     """acc + a b. A product of float32 is a chain of FMAs, each of which rounds: it ends with its
     tile, since over a row of thousands of positions it would lose more than all else does."""
     if PRECISION == "ieee" and b.dtype == tl.float32:
@@ -138,24 +138,24 @@ def attention_fwd_kernel(
     await_inputs()
     pid_m, row, n, head = _locate(num_heads, T, BLOCK_M)
     channels = num_heads * D
-    q_offset, k_ptr, v_ptr, q_row, kv_row = _of_head(
+    q_offset, k_ptr, v_ptr, q_row, kv_row = of_head(
         q_ptr, kv_ptr, n, head, num_heads, T, L, D, HEADS_QKV
     )
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D)
-    scale_log2 = scale * _LOG2_E
+    q = load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D)
+    scale_log2 = scale * LOG2_E
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum
     l = tl.zeros([BLOCK_M], tl.float32)  # running denominator  # noqa: E741
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start_n in range(0, L, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D)
+        k = load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         if L % BLOCK_N != 0 or mask_ptr is not None:
-            s = tl.where(_seen(mask_ptr, n, offs_n, L)[None, :], s, float("-inf"))
+            s = tl.where(seen_keys(mask_ptr, n, offs_n, L)[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
         if mask_ptr is None:
             shift = m_new
@@ -164,8 +164,8 @@ def attention_fwd_kernel(
         p = tl.exp2(s * scale_log2 - shift[:, None])
         alpha = tl.exp2(m - shift)
         l = l * alpha + tl.sum(p, 1)  # noqa: E741
-        v = _load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D)
-        acc = _add_product(
+        v = load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D)
+        acc = add_product(
             as_operand(p, v.dtype, PRECISION == "tf32"), v, acc * alpha[:, None], PRECISION
         )
         m = m_new
@@ -174,7 +174,7 @@ def attention_fwd_kernel(
         l = tl.where(l > 0, l, 1.0)  # noqa: E741
         m = tl.where(m == float("-inf"), float("inf"), m)
     o_ptr += n.to(tl.int64) * T * channels + head * D
-    _store_tile(o_ptr, acc / l[:, None], offs_m, offs_d, channels, T, D, PRECISION)
+    store_tile(o_ptr, acc / l[:, None], offs_m, offs_d, channels, T, D, PRECISION)
     tl.store(lse_ptr + row.to(tl.int64) * T + offs_m, m + tl.log2(l), mask=offs_m < T)
 
 
@@ -209,7 +209,7 @@ def attention_bwd_dq_kernel(
     await_inputs()
     pid_m, row, n, head = _locate(num_heads, T, BLOCK_M)
     channels = num_heads * D
-    q_offset, k_ptr, v_ptr, q_row, kv_row = _of_head(
+    q_offset, k_ptr, v_ptr, q_row, kv_row = of_head(
         q_ptr, kv_ptr, n, head, num_heads, T, L, D, HEADS_QKV
     )
     do_ptr += n.to(tl.int64) * stride_don + head * D * stride_doc
@@ -217,29 +217,29 @@ def attention_bwd_dq_kernel(
 
     offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D)
-    do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D)
-    o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D)
+    q = load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D)
+    do = load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D)
+    o = load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     offs_row = row.to(tl.int64) * T + offs_m
     tl.store(delta_ptr + offs_row, delta, mask=offs_m < T)
     lse = tl.load(lse_ptr + offs_row, mask=offs_m < T, other=float("inf"))
-    scale_log2 = scale * _LOG2_E
+    scale_log2 = scale * LOG2_E
 
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start_n in range(0, L, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D)
-        v = _load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D)
+        k = load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D)
+        v = load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
         p = tl.exp2(s * scale_log2 - lse[:, None])
         if L % BLOCK_N != 0 or mask_ptr is not None:
-            p = tl.where(_seen(mask_ptr, n, offs_n, L)[None, :], p, 0.0)
+            p = tl.where(seen_keys(mask_ptr, n, offs_n, L)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
         ds = as_operand(p * (dp - delta[:, None]), k.dtype, PRECISION == "tf32")
-        dq = _add_product(ds, k, dq, PRECISION)
+        dq = add_product(ds, k, dq, PRECISION)
     dq *= scale
-    _store_tile(dq_ptr + q_offset, dq, offs_m, offs_d, q_row, T, D, PRECISION)
+    store_tile(dq_ptr + q_offset, dq, offs_m, offs_d, q_row, T, D, PRECISION)
     if rows_ptr is not None:  # beyond T dq is zero, since lse is infinite
         offset, _ = _head_offset(head, num_heads, D, HEADS_QKV)
         rows_ptr += (n * tl.cdiv(T, BLOCK_M) + pid_m).to(tl.int64) * (3 * channels) + offset
@@ -285,13 +285,13 @@ def attention_bwd_dkdv_kernel(
 
     offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    q_offset, k_ptr, v_ptr, q_row, kv_row = _of_head(
+    q_offset, k_ptr, v_ptr, q_row, kv_row = of_head(
         q_ptr, kv_ptr, n, head, num_heads, T, L, D, HEADS_QKV
     )
-    k = _load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D)
-    v = _load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D)
-    seen = _seen(mask_ptr, n, offs_n, L)
-    scale_log2 = scale * _LOG2_E
+    k = load_tile(k_ptr, offs_n, offs_d, kv_row, 1, L, D)
+    v = load_tile(v_ptr, offs_n, offs_d, kv_row, 1, L, D)
+    seen = seen_keys(mask_ptr, n, offs_n, L)
+    scale_log2 = scale * LOG2_E
 
     # Scores are transposed, [keys, queries]: p and ds are the left operands of dv and dk as they
     # lie in registers. Only dq needs ds the other way round.
@@ -300,10 +300,10 @@ def attention_bwd_dkdv_kernel(
     dq_sum = tl.zeros([BLOCK_D], tl.float32)
     for start_m in range(0, T, BLOCK_M):
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = _load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D)
-        do = _load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D)
+        q = load_tile(q_ptr + q_offset, offs_m, offs_d, q_row, 1, T, D)
+        do = load_tile(do_ptr, offs_m, offs_d, stride_dot, stride_doc, T, D)
         if ONE_PASS:
-            o = _load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D)
+            o = load_tile(o_ptr, offs_m, offs_d, channels, 1, T, D)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         else:
             delta = tl.load(delta_ptr + offs_m, mask=offs_m < T, other=0.0)
@@ -312,19 +312,19 @@ def attention_bwd_dkdv_kernel(
         p = tl.exp2(s * scale_log2 - lse[None, :])
         if L % BLOCK_N != 0 or mask_ptr is not None:
             p = tl.where(seen[:, None], p, 0.0)
-        dv = _add_product(as_operand(p, do.dtype, PRECISION == "tf32"), do, dv, PRECISION)
+        dv = add_product(as_operand(p, do.dtype, PRECISION == "tf32"), do, dv, PRECISION)
         dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)  # [BN, BM]
         ds = as_operand(p * (dp - delta[None, :]), q.dtype, PRECISION == "tf32")
-        dk = _add_product(ds, q, dk, PRECISION)
+        dk = add_product(ds, q, dk, PRECISION)
         if ONE_PASS:
             dq = tl.dot(tl.trans(ds), k, input_precision=PRECISION) * scale
-            _store_tile(dq_ptr + q_offset, dq, offs_m, offs_d, q_row, T, D, PRECISION)
+            store_tile(dq_ptr + q_offset, dq, offs_m, offs_d, q_row, T, D, PRECISION)
             if rows_ptr is not None:
                 dq_sum += tl.sum(dq, 0)
     dk *= scale
-    _, dk_ptr, dv_ptr, _, _ = _of_head(dq_ptr, dkv_ptr, n, head, num_heads, T, L, D, HEADS_QKV)
-    _store_tile(dk_ptr, dk, offs_n, offs_d, kv_row, L, D, PRECISION)
-    _store_tile(dv_ptr, dv, offs_n, offs_d, kv_row, L, D, PRECISION)
+    _, dk_ptr, dv_ptr, _, _ = of_head(dq_ptr, dkv_ptr, n, head, num_heads, T, L, D, HEADS_QKV)
+    store_tile(dk_ptr, dk, offs_n, offs_d, kv_row, L, D, PRECISION)
+    store_tile(dv_ptr, dv, offs_n, offs_d, kv_row, L, D, PRECISION)
     if rows_ptr is not None:
         offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
         rows_ptr += (n * tl.cdiv(L, BLOCK_N) + pid_n).to(tl.int64) * (3 * channels) + offset
@@ -356,7 +356,7 @@ def attention_bwd_delta_kernel(
     start = n.to(tl.int64) * T * channels + head * D
     offs_t = block * ROWS + tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
-    do = _load_tile(do_ptr + start, offs_t, offs_d, channels, 1, T, D)
-    o = _load_tile(o_ptr + start, offs_t, offs_d, channels, 1, T, D)
+    do = load_tile(do_ptr + start, offs_t, offs_d, channels, 1, T, D)
+    o = load_tile(o_ptr + start, offs_t, offs_d, channels, 1, T, D)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     tl.store(delta_ptr + row.to(tl.int64) * T + offs_t, delta, mask=offs_t < T)

@@ -145,9 +145,14 @@ def _resident(config: Tile | BwdConfig, spec: AttentionSpec, gpu: Device) -> int
     return resident(sums(config, spec), _shared(config, spec), config.num_warps, gpu)
 
 
+def _is_timed(spec: AttentionSpec, gpu: Device) -> bool:
+    """With mma.sync, and cross-attention with wgmma too."""
+    return gpu.mma_sync or gpu.hopper and spec.keys is not None
+
+
 def fwd_work(spec: AttentionSpec, gpu: Device, c: Tile) -> Work | None:
-    """What its programs do. The times that costs are fitted to are of mma.sync."""
-    if not gpu.mma_sync:
+    """What its programs do, where costs are fitted to times."""
+    if not _is_timed(spec, gpu):
         return None
     d, steps = block_d(spec.d), triton.cdiv(spec.seen, c.step)
     return Work(
@@ -163,7 +168,7 @@ def fwd_work(spec: AttentionSpec, gpu: Device, c: Tile) -> Work | None:
 
 def bwd_work(spec: AttentionSpec, gpu: Device, c: BwdConfig) -> Work | None:
     """Likewise. Of two launches, the mean of their programs, as of one launch of them all."""
-    if not gpu.mma_sync:
+    if not _is_timed(spec, gpu):
         return None
     d = block_d(spec.d)
     of_keys, of_queries = triton.cdiv(spec.seen, c.keep), triton.cdiv(spec.t, c.keep)

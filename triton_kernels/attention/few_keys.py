@@ -1,0 +1,255 @@
+"""`few_keys`: attention whose keys fit one tile, as those of a text do. Programs keep them and walk
+over queries, so many programs a head that the GPU is busy; backward is one launch, and where a head
+has several programs, the sum of their dk and dv behind it."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import triton
+
+from ..reductions.column_sum import partials, sum_partials
+from ..registry.cost import AMPERE, Work, microseconds, parameters, resident
+from ..registry.kernel import Kernel, configures
+from ..registry.spec import AttentionSpec
+from ..runtime.dependent_launch import overlapping
+from ..runtime.device import Device
+from ..runtime.hardware import WARP
+from .few_keys_kernels import attention_few_keys_bwd_kernel, attention_few_keys_fwd_kernel
+from .operands import BwdOperands, FwdOperands
+from .tiles import block_d
+
+KEYS = (64, 128)  # of a program: all of a head
+BY_QUERY_CHANNELS = 64  # of a head: rows of a wgmma, of dk and dv transposed
+_ROUNDS = 4
+# Sums of a thread, by the warps of a program: with more, registers spill by the hundred bytes.
+# mma.sync has its operands in registers too.
+_MOST_SUMS, _MOST_OF_MMA_SYNC = {4: 144, 8: 192}, 100
+
+
+@configures("few_keys")
+class FewKeys(NamedTuple):
+    """Of the forward pass."""
+
+    keep: int  # keys, all of a head
+    step: int  # queries at a time
+    num_warps: int
+    num_stages: int
+    splits: int  # programs of a head
+
+
+@configures("few_keys")
+class FewKeysGrad(NamedTuple):
+    """Of the backward pass."""
+
+    by_query: bool  # scores are [queries, keys], of heads of up to 64 channels; or [keys, queries]
+    keep: int  # as in `FewKeys`
+    step: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+def blocks_of(d: int) -> tuple[int, int]:
+    """Channels of the first block of a head, a power of two, and of the second one; 0: there is
+    none, since the two would be as many as one block has."""
+    whole = block_d(d)
+    first = whole // 2
+    if d == whole or first < 16:
+        return whole, 0
+    rest = max(16, triton.next_power_of_2(d - first))
+    return (first, rest) if rest < first else (whole, 0)
+
+
+def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
+    if spec.itemsize != 2:
+        return f"its tiles are of 16 bits, not of {spec.dtype}"
+    if spec.seen > KEYS[-1]:
+        return f"{spec.seen} keys do not fit a tile of {KEYS[-1]}"
+    return None
+
+
+def untimed(spec: AttentionSpec, gpu: Device) -> str | None:
+    return "nobody has timed it with tcgen05" if gpu.arch // 10 == 10 else None
+
+
+_Config = TypeVar("_Config", FewKeys, FewKeysGrad)
+
+
+def tiles(spec: AttentionSpec, gpu: Device) -> list[FewKeys]:
+    """A warpgroup has 64 queries."""
+    keep = next(keys for keys in KEYS if keys >= spec.seen)
+    return _in_parts([FewKeys(keep, 64, 4, stages, 1) for stages in (3, 2)], spec, gpu)
+
+
+def grad_tiles(spec: AttentionSpec, gpu: Device) -> list[FewKeysGrad]:
+    """A warpgroup has 64 keys, or 64 queries. mma.sync takes fewer, since its operands are in
+    registers, of which it has none for the other orientation."""
+    steps = ((32, 2),) if gpu.mma_sync else ((64, 3), (64, 2))
+    found = []
+    for keep in KEYS:
+        if keep < spec.seen:
+            continue
+        num_warps = keep // 16
+        found += [FewKeysGrad(False, keep, step, num_warps, stages, 1) for step, stages in steps]
+        if not gpu.mma_sync and spec.d <= BY_QUERY_CHANNELS:
+            found.append(FewKeysGrad(True, keep, keep, num_warps, 2, 1))
+    return _in_parts(found, spec, gpu)
+
+
+def _in_parts(found: Iterable[_Config], spec: AttentionSpec, gpu: Device) -> list[_Config]:
+    """Those whose sums and buffers have room, each in so many programs a head that the
+    multiprocessors are full once, twice, ..."""
+    parts: dict[_Config, None] = {}
+    for config in found:
+        most = _MOST_OF_MMA_SYNC if gpu.mma_sync else _MOST_SUMS[config.num_warps]
+        if _sums(config, spec) > most or _shared(config, spec) > gpu.shared_memory:
+            continue
+        room = gpu.num_sms * _resident(config, spec, gpu)
+        blocks = triton.cdiv(spec.t, config.step)
+        for rounds in range(1, _ROUNDS + 1):
+            each = triton.cdiv(blocks, max(1, rounds * room // spec.n))
+            parts[config._replace(splits=triton.cdiv(blocks, each))] = None
+    return list(parts)
+
+
+def _blocks(d: int, config: FewKeys | FewKeysGrad) -> tuple[int, int]:
+    """Channels of both blocks."""
+    by_query = isinstance(config, FewKeysGrad) and config.by_query
+    return (BY_QUERY_CHANNELS, 0) if by_query else blocks_of(d)
+
+
+def _channels(spec: AttentionSpec, config: FewKeys | FewKeysGrad) -> int:
+    return sum(_blocks(spec.d, config))
+
+
+def _sums(config: FewKeys | FewKeysGrad, spec: AttentionSpec) -> int:
+    """Of a thread: scores, or o beside scores of 16 bits; or gradients, scores and theirs."""
+    keep, step, d = config.keep, config.step, _channels(spec, config)
+    if isinstance(config, FewKeys):
+        numbers = step * max(keep, keep // 2 + d)
+    else:
+        numbers = 2 * keep * (step + d)
+    return numbers // (WARP * config.num_warps)
+
+
+def _shared(config: FewKeys | FewKeysGrad, spec: AttentionSpec) -> int:
+    """Bytes: keys and values, what is fetched ahead, and o to be stored or ds, and by query p."""
+    row = _channels(spec, config) * spec.itemsize
+    kept, fetched = 2 * config.keep * row, config.num_stages * config.step * row
+    if isinstance(config, FewKeys):
+        return kept + fetched + config.step * row
+    lse = 4 * config.num_stages * config.step
+    scores = (2 if config.by_query else 1) * config.step * config.keep * spec.itemsize
+    return kept + 2 * fetched + scores + lse
+
+
+def _resident(config: FewKeys | FewKeysGrad, spec: AttentionSpec, gpu: Device) -> int:
+    return resident(_sums(config, spec), _shared(config, spec), config.num_warps, gpu)
+
+
+def work(spec: AttentionSpec, gpu: Device, c: FewKeys) -> Work:
+    """What its programs do."""
+    d, steps = _channels(spec, c), _walk(spec.t, c)
+    queries = steps * c.step
+    return Work(
+        tiles=spec.n * c.splits,
+        resident=_resident(c, spec, gpu),
+        products=2 * c.keep * queries * d,
+        fetched=(2 * c.keep + queries) * d * spec.itemsize,
+        steps=steps,
+        written=c.keep * queries,
+        memory=spec.bytes,
+    )
+
+
+def grad_work(spec: AttentionSpec, gpu: Device, c: FewKeysGrad) -> Work:
+    """Likewise."""
+    d, steps = _channels(spec, c), _walk(spec.t, c)
+    queries = steps * c.step
+    return Work(
+        tiles=spec.n * c.splits,
+        resident=_resident(c, spec, gpu),
+        products=5 * c.keep * queries * d,
+        fetched=(2 * c.keep + 2 * queries) * d * spec.itemsize,
+        steps=steps,
+        written=c.keep * queries,
+        memory=spec.bytes,
+        parts=c.splits * spec.n * spec.seen * 2 * spec.d * 4 if c.splits > 1 else 0,
+        splits=c.splits,
+    )
+
+
+def cost(spec: AttentionSpec, gpu: Device, c: FewKeys) -> float:
+    """Microseconds where nobody has timed it: with the parameters of `tiles`, whose programs have
+    the same instructions."""
+    return microseconds(parameters(AMPERE)["tiles"], work(spec, gpu, c), gpu)
+
+
+def grad_cost(spec: AttentionSpec, gpu: Device, c: FewKeysGrad) -> float:
+    """Likewise."""
+    known = parameters(AMPERE)["tiles one_pass=False"]
+    return microseconds(known, grad_work(spec, gpu, c), gpu)
+
+
+def _walk(t: int, config: FewKeys | FewKeysGrad) -> int:
+    """Blocks of queries of a program."""
+    return triton.cdiv(triton.cdiv(t, config.step), config.splits)
+
+
+def _launched(config: FewKeys | FewKeysGrad, constants: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of either kernel, by name."""
+    first, rest = _blocks(constants["D"], config)
+    walk = _walk(constants["T"], config) * config.step
+    return constants | dict(
+        parts=triton.cdiv(constants["T"], walk), walk=walk, BLOCK_D=first, REST=rest,
+        BLOCK_M=config.step, BLOCK_N=config.keep, num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )  # fmt: skip
+
+
+def forward(config: FewKeys, operands: FwdOperands) -> None:
+    """o and lse."""
+    *tensors, constants = operands
+    n, heads, t = operands.lse.shape
+    options = _launched(config, constants)
+    attention_few_keys_fwd_kernel[(n * heads * options["parts"],)](
+        *tensors, **options, **overlapping(operands.q.device, n * t)
+    )
+
+
+def backward(config: FewKeysGrad, operands: BwdOperands) -> None:
+    """The gradients."""
+    do, q, kv, mask, _, lse, dq, dkv, _, constants = operands
+    n, heads, _ = lse.shape
+    options = _launched(config, constants)
+    parts = partials(dkv, options["parts"])
+    attention_few_keys_bwd_kernel[(n * heads * options["parts"],)](
+        do, q, kv, mask, lse, dq, parts, **options, BY_QUERY=config.by_query,
+        stride_don=do.stride(0), stride_dot=do.stride(1), stride_doc=do.stride(2),
+        **overlapping(do.device),
+    )  # fmt: skip
+    sum_partials(parts, dkv, follows=True)
+
+
+FEW_KEYS = Kernel(
+    "few_keys",
+    FewKeys,
+    refuse,
+    tiles,
+    cost,
+    launch=forward,
+    work=work,
+    fitted_by=("num_stages",),
+    untimed=untimed,
+)
+FEW_KEYS_GRAD = Kernel(
+    "few_keys",
+    FewKeysGrad,
+    refuse,
+    grad_tiles,
+    grad_cost,
+    launch=backward,
+    work=grad_work,
+    fitted_by=("by_query", "num_stages"),
+    untimed=untimed,
+)
