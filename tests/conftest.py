@@ -52,8 +52,13 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True)
 def exact_float32(monkeypatch):
-    """What kernels are compared with multiplies float32 exactly; a test of TF32 asks for it."""
+    """What kernels are compared with multiplies float32 exactly; a test of TF32 asks for it. What a
+    test has the process do instead, as `choose_backend` does, ends with the test."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    products = torch.backends.cuda.matmul  # which monkeypatch does not take
+    before, products.allow_tf32 = products.allow_tf32, False
+    yield
+    products.allow_tf32 = before
 
 
 @pytest.fixture(autouse=True)
