@@ -75,6 +75,17 @@ def test_under_autocast(name):
         assert (ours - exact).abs().max() <= budget
 
 
+@pytest.mark.parametrize("low", [False, True])
+def test_an_image_in_channels_last(low):
+    """PyTorch gives what it makes of one other strides, such as its mean over all pixels."""
+    module, (x,), _ = made("residual_network", torch.float32)
+    assert any(isinstance(part, torch.nn.AdaptiveAvgPool2d) for part in module.modules())
+    x = x.to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        (theirs,), (ours,) = (tensors(net(x)) for net in (module, accelerate(module)))
+    torch.testing.assert_close(ours, theirs, atol=1e-2 if low else 1e-6, rtol=0)
+
+
 def on(device, given):
     return pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), given)
 

@@ -200,6 +200,13 @@ def _circular_pad(a: SimpleNamespace) -> Tensor:
     return x
 
 
+@instead_of(F.adaptive_avg_pool2d)
+def _mean_of_all_pixels(input: Tensor, output_size: Any) -> Tensor:
+    """As PyTorch has it, which gives a channels_last result strides that a plan has not."""
+    sizes = (output_size,) * 2 if isinstance(output_size, int) else tuple(output_size)
+    return input.mean((-2, -1), keepdim=True) if sizes == (1, 1) else NotImplemented
+
+
 @instead_of(F.cosine_similarity, torch.cosine_similarity)
 def _cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     x1, x2 = torch.broadcast_tensors(x1, x2)
