@@ -1,6 +1,6 @@
 """The rows of the backward pass, in the order in which they are applied."""
 
-from .by_pytorch import WHEN, WHERE_IT_LIES, WIDENED, cast_of_parts
+from .by_pytorch import WHEN, WIDENED, cast_of_parts
 from .epilogue import added
 from .few_channels import few_channels
 from .norms import (
@@ -90,5 +90,4 @@ BACKWARD_ROWS = (
         "0.8 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", WHEN
     ),
     WIDENED,
-    WHERE_IT_LIES,
 )  # fmt: skip
