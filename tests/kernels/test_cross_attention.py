@@ -187,12 +187,18 @@ def test_empty(shape, device):
 CONFIG_SHAPES = {"ragged": (2, 70, 37, 1, 24), "whole": (1, 64, 64, 1, 32)}
 
 
+def check_fwd_config(config, shape, dtype, device):
+    q, kv, do, mask = make(*shape, dtype, device)
+    (exact, *_), (budget, *_) = expected_and_budgets(q, kv, do, shape[3], mask)
+    for _ in range(RUNS_ON_GPU if q.is_cuda else 1):
+        o, _ = cross_attention_fwd(q, kv, mask, shape[3], False, config)
+        assert_close("o", o, exact, budget)
+
+
 @pytest.mark.parametrize("config", distinct(FWD_CONFIGS), ids=str)
 @pytest.mark.parametrize("shape", CONFIG_SHAPES.values(), ids=CONFIG_SHAPES)
 def test_fwd_config(config, shape, device):
-    q, kv, do, mask = make(*shape, torch.float16, device)
-    (exact, *_), (budget, *_) = expected_and_budgets(q, kv, do, shape[3], mask)
-    assert_close("o", cross_attention_fwd(q, kv, mask, shape[3], False, config)[0], exact, budget)
+    check_fwd_config(config, shape, torch.float16, device)
 
 
 def check_bwd_config(config, shape, dtype, device, mask="lengths"):
@@ -417,11 +423,7 @@ GPU_CONFIG_SHAPES = {"unet64_at_16": (16, 256, 78, 6, 32), "ragged": (8, 200, 35
 @pytest.mark.parametrize("config", FWD_CONFIGS, ids=str)
 @pytest.mark.parametrize("shape", GPU_CONFIG_SHAPES.values(), ids=GPU_CONFIG_SHAPES)
 def test_gpu_fwd_config(config, shape, device):
-    q, kv, do, mask = make(*shape, torch.bfloat16, device)
-    (exact, *_), (budget, *_) = expected_and_budgets(q, kv, do, shape[3], mask)
-    for _ in range(RUNS_ON_GPU):
-        o, _ = cross_attention_fwd(q, kv, mask, shape[3], False, config)
-        assert_close("o", o, exact, budget)
+    check_fwd_config(config, shape, torch.bfloat16, device)
 
 
 @pytest.mark.gpu
@@ -458,11 +460,7 @@ def gpu_configs(op, grad):
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape, config", gpu_configs(CROSS_ATTENTION, False))
 def test_gpu_few_keys(shape, config, device):
-    q, kv, do, mask = make(*shape, torch.bfloat16, device)
-    (exact, *_), (budget, *_) = expected_and_budgets(q, kv, do, shape[3], mask)
-    for _ in range(RUNS_ON_GPU):
-        o, _ = cross_attention_fwd(q, kv, mask, shape[3], False, config)
-        assert_close("o", o, exact, budget)
+    check_fwd_config(config, shape, torch.bfloat16, device)
 
 
 @pytest.mark.gpu

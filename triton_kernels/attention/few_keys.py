@@ -147,48 +147,29 @@ def _resident(config: FewKeys | FewKeysGrad, spec: AttentionSpec, gpu: Device) -
     return resident(_sums(config, spec), _shared(config, spec), config.num_warps, gpu)
 
 
-def work(spec: AttentionSpec, gpu: Device, c: FewKeys) -> Work:
-    """What its programs do."""
+def work(spec: AttentionSpec, gpu: Device, c: FewKeys | FewKeysGrad) -> Work:
+    """What the programs of either pass do."""
+    grad = isinstance(c, FewKeysGrad)
     d, steps = _channels(spec, c), _walk(spec.t, c)
-    queries = steps * c.step
+    queries, in_parts = steps * c.step, grad and c.splits > 1
     return Work(
         tiles=spec.n * c.splits,
         resident=_resident(c, spec, gpu),
-        products=2 * c.keep * queries * d,
-        fetched=(2 * c.keep + queries) * d * spec.itemsize,
+        products=(5 if grad else 2) * c.keep * queries * d,
+        fetched=(2 * c.keep + (2 if grad else 1) * queries) * d * spec.itemsize,
         steps=steps,
         written=c.keep * queries,
         memory=spec.bytes,
+        parts=c.splits * spec.n * spec.seen * 2 * spec.d * 4 if in_parts else 0,
+        splits=c.splits if grad else 1,
     )
 
 
-def grad_work(spec: AttentionSpec, gpu: Device, c: FewKeysGrad) -> Work:
-    """Likewise."""
-    d, steps = _channels(spec, c), _walk(spec.t, c)
-    queries = steps * c.step
-    return Work(
-        tiles=spec.n * c.splits,
-        resident=_resident(c, spec, gpu),
-        products=5 * c.keep * queries * d,
-        fetched=(2 * c.keep + 2 * queries) * d * spec.itemsize,
-        steps=steps,
-        written=c.keep * queries,
-        memory=spec.bytes,
-        parts=c.splits * spec.n * spec.seen * 2 * spec.d * 4 if c.splits > 1 else 0,
-        splits=c.splits,
-    )
-
-
-def cost(spec: AttentionSpec, gpu: Device, c: FewKeys) -> float:
+def cost(spec: AttentionSpec, gpu: Device, c: FewKeys | FewKeysGrad) -> float:
     """Microseconds where nobody has timed it: with the parameters of `tiles`, whose programs have
     the same instructions."""
-    return microseconds(parameters(AMPERE)["tiles"], work(spec, gpu, c), gpu)
-
-
-def grad_cost(spec: AttentionSpec, gpu: Device, c: FewKeysGrad) -> float:
-    """Likewise."""
-    known = parameters(AMPERE)["tiles one_pass=False"]
-    return microseconds(known, grad_work(spec, gpu, c), gpu)
+    like = "tiles one_pass=False" if isinstance(c, FewKeysGrad) else "tiles"
+    return microseconds(parameters(AMPERE)[like], work(spec, gpu, c), gpu)
 
 
 def _walk(t: int, config: FewKeys | FewKeysGrad) -> int:
@@ -247,9 +228,9 @@ FEW_KEYS_GRAD = Kernel(
     FewKeysGrad,
     refuse,
     grad_tiles,
-    grad_cost,
+    cost,
     launch=backward,
-    work=grad_work,
+    work=work,
     fitted_by=("by_query", "num_stages"),
     untimed=untimed,
 )

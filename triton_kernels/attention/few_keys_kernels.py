@@ -56,7 +56,7 @@ def _load_rest(
     BLOCK_D: tl.constexpr,
     REST: tl.constexpr,
 ):
-    """The channels behind these; None if there are none."""
+    """The channels behind these; None, which no tuple of both could hold, if there are none."""
     if REST > 0:
         inside: tl.constexpr = D - BLOCK_D
         ptr += BLOCK_D * stride_d
