@@ -16,7 +16,6 @@ from .fuse.rows import fuse, prepare
 from .graph import Graph, Node, Value
 from .join.rules import join
 from .norms import split_norms
-from .ops import FREE
 from .order import backward_moves, forward_moves
 from .rounding import round_operands
 from .schedule import Schedule, schedule
@@ -54,7 +53,7 @@ class Plan:
     @cached_property
     def memory(self) -> list[Value]:
         """Of each result the value in whose memory it is: itself, or one that was there before."""
-        over = {node.out: node.inputs["x"] for node in self.graph.nodes if node.op in FREE}
+        over = {node.out: node.inputs["x"] for node in self.graph.nodes if node.is_view}
         found = []
         for value in self.graph.outputs:
             while value in over:

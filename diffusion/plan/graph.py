@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .ops import OPS
+from .ops import FREE, OPS
 
 
 class PlanError(ValueError):
@@ -89,6 +89,13 @@ class Node:
             return False
         x, y = self.inputs["x"].dtype, self.out.dtype
         return x.is_floating_point and y.is_floating_point and x.itemsize < y.itemsize
+
+    @property
+    def is_view(self) -> bool:
+        """Whether it makes no memory: what it makes lies in that of x."""
+        if self.op != "slice":
+            return self.op in FREE
+        return math.prod(self.out.shape[: self.attrs["axis"]]) == 1
 
     @property
     def draws(self) -> bool:

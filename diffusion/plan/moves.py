@@ -27,8 +27,8 @@ class Move:
     wait        main              only waits
 
     Every plan has the first three and the last; only `train.py`'s plan has the others (`step`).
-    `hold`, `keep`, `release` and `sync` are from `step.order` to `streams`, which act on them: no
-    runner gets one.
+    `later` is from `order`, and `hold`, `keep`, `release` and `sync` are from `step.order`, to
+    `streams`, which act on them: no runner gets one.
     """
 
     what: str

@@ -32,13 +32,15 @@ def forward_moves(nodes: Sequence[Node]) -> list[Move]:
 
 
 def backward_moves(nodes: Sequence[Node]) -> list[Move]:
-    """The path, and pieces of work beside it, each behind the last node that one of it reads."""
+    """The path, and pieces of work beside it, each behind the last node that one of it reads; and
+    what is kept for a later piece."""
     beside, moves, waiting = not_awaited(nodes), [], []
     for node in nodes:
         if node not in beside:
             moves.append(Move("launch", (node,)))
             continue
         waiting.append(node)
+        moves.append(Move("later", (node,)))
         if sum(n.op in WEIGHT_GRADS for n in waiting) == GROUP:
             moves.append(_piece(waiting))
             waiting = []

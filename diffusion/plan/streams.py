@@ -8,9 +8,9 @@ stream runs the critical path. The rules are:
   launched when `BEHIND` more have been issued, or at the end: a CUDA graph starts the first of two
   successors at once and the other one a microsecond or more later, and the first should be the main
   stream's.
-- The inputs of a piece are kept until the main stream has waited for it, since the allocator only
-  knows the main stream. Once they exceed `BUDGET` bytes, the main stream waits for the oldest
-  piece, but never for the last one.
+- The inputs of a piece are kept until the main stream has waited for it, since the allocator knows
+  that stream only; so are those of nodes that wait for others of their piece (`later`). Once they
+  exceed `BUDGET` bytes, the main stream waits for the oldest piece, but never for the last one.
 - In backward, while images are large (`hold`), pieces that read a tensor of `LARGE` bytes are held,
   within `HELD_BUDGET`, until `release`. They then run on a third stream, beside the main stream's
   smaller kernels and later pieces. Sums are added up there, too. Their inputs are kept to the end.
@@ -27,7 +27,6 @@ from itertools import accumulate
 
 from .graph import Value
 from .moves import MAIN, SECOND, THIRD, Move
-from .ops import FREE
 
 BEHIND = 1  # pieces
 BUDGET = 384 * 2**20  # bytes; with 64 MiB the main stream waits, see docs/tried.md
@@ -57,12 +56,16 @@ class _Streams:
         self.given: deque[tuple[Move, Move]] = deque()  # pieces; what main had last before each
         self.pending: deque[tuple[Move, int]] = deque()  # pieces, and bytes that they read
         self.kept = 0  # bytes that given and pending pieces read
+        self.later: dict[Value, None] = {}  # what nodes read that are in no piece yet
         self._put(Move("begin"))
 
     def add(self, move: Move) -> None:
         match move.what:
             case "beside" | "weights" | "weight" | "ready":
                 self._give(move)
+            case "later":
+                self.later |= move.reads
+                self._wait_for_oldest()
             case "hold" | "keep":
                 self.holding = move.what == "hold"
             case "release":
@@ -93,9 +96,15 @@ class _Streams:
             return
         self.given.append((move, self.last[MAIN]))
         self.kept += _bytes(move)
+        self.later = {}
         while len(self.given) > BEHIND:
             self._launch(move.pixels)
-        while self.kept > BUDGET and len(self.pending) > 1:
+        self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        """Until the rest keeps no more than it may."""
+        later = sum(value.bytes for value in self.later)
+        while self.kept + later > BUDGET and len(self.pending) > 1:
             oldest, size = self.pending.popleft()
             self.kept -= size
             self._put(Move("wait", waits=(oldest,)))
@@ -175,11 +184,11 @@ def alive(moves: Sequence[Move], placed: Collection[Value] = ()) -> list[int]:
     dies: dict[Value, int] = {}
     for i, move in enumerate(moves):
         for node in move.all_nodes:
-            over = node.inputs.get("x") if node.op in FREE else None
+            over = node.inputs.get("x") if node.is_view else None
             for role, value in node.outputs.items():
                 over_dz = node.inputs.get(node.attrs.get("over")) if role == "dx1" else None
                 source = over_dz or over
-                if node.op in FREE or source is not None:
+                if node.is_view or source is not None:
                     if source in owner:
                         owner[value] = owner[source]
                 elif value in placed or placed and (role == "rows" or node.op == "row_sums"):

@@ -9,7 +9,6 @@ from diffusion.models.flat_parameters import FlatParameters
 from diffusion.plan import streams
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.moves import MAIN, SECOND, THIRD
-from diffusion.plan.ops import FREE
 from diffusion.plan.step import order
 from diffusion.plan.step.network import TrainingUNet
 from tests.diffusion.test_fused_unet import MODELS, given, make
@@ -53,7 +52,7 @@ def races(forward, backward, placed=()):
     memory = {}  # of views, and of what is written over another
     for move in moves:
         for node in move.all_nodes:
-            over = node.inputs.get("x") if node.op in FREE else None
+            over = node.inputs.get("x") if node.is_view else None
             for role, value in node.outputs.items():
                 source = node.inputs.get(node.attrs.get("over")) if role == "dx1" else over
                 memory[value] = memory.get(source, source) if source is not None else value

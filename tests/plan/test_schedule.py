@@ -5,9 +5,10 @@ import torch
 
 from diffusion.plan import streams
 from diffusion.plan.build import plan
+from diffusion.plan.graph import Node, Value
 from diffusion.plan.launch.table import launch_reference
-from diffusion.plan.moves import MAIN, SECOND, nodes_of
-from diffusion.plan.ops import FREE, WEIGHT_GRADS
+from diffusion.plan.moves import MAIN, SECOND, Move, nodes_of
+from diffusion.plan.ops import WEIGHT_GRADS
 from diffusion.plan.order import GROUP, SMALL
 from diffusion.plan.streams import alive, rounded
 from tests.plan.networks import network
@@ -58,6 +59,22 @@ def test_the_streams_have_no_races(made, monkeypatch):
     assert races(little.forward, little.backward) == []
 
 
+def test_operands_of_gradients_in_no_piece_yet_count_as_kept():
+    part = Value("x", (streams.BUDGET // 4,), torch.int8)
+
+    def move(what):
+        made = {"y": Value("y", (1,), torch.int8)}
+        return Move(what, (Node("linear_dw", {"x": part}, made),))
+
+    pieces = [move("beside") for _ in range(4)]
+    assert all(m.what != "wait" for m in streams.on_streams(pieces, False))
+    path = Move("launch")
+    *_, wait, last, piece = streams.on_streams([*pieces, move("later"), path], False)
+    assert (wait.what, last.what, piece.what) == ("wait", "launch", "beside")
+    (oldest,) = wait.waits
+    assert oldest.nodes == pieces[0].nodes
+
+
 def test_values_live_as_long_as_they_are_read_and_memory_is_what_was_said(made):
     """Runs it, and adds up what is alive during each move: no value is missing, and none but
     results is left, and what the second stream may still read."""
@@ -74,7 +91,7 @@ def test_values_live_as_long_as_they_are_read_and_memory_is_what_was_said(made):
             with torch.no_grad():
                 results = launch_reference(node, values)
             # in memory of their own, as what a kernel of Triton makes is
-            own = node.op not in FREE
+            own = not node.is_view
             values.update({v: x.clone() if own else x for v, x in results.items()})
             for value in node.outputs.values():
                 assert values[value].shape == value.shape

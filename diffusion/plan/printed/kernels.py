@@ -47,7 +47,7 @@ def launched(plan: Plan, gpu: Chip, ops: Kernels = fused_ops) -> dict[Node, Laun
     found = {}
 
     def note(node: Node) -> None:
-        free = node.op in FREE and node.op in BY_PYTORCH
+        free = node.is_view and node.op in BY_PYTORCH
         found[node] = Launched(("",)) if free else notes.taken()
 
     with noting(gpu) as notes:

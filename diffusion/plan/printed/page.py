@@ -14,7 +14,7 @@ from ..build import Plan
 from ..graph import Node, Value
 from ..launch.table import Kernels
 from ..moves import Move
-from ..ops import FREE, WEIGHT_GRADS
+from ..ops import WEIGHT_GRADS
 from .call import CallMemory, call_memory
 from .evaluation import EvaluationMemory
 from .flops import flops_of
@@ -39,6 +39,7 @@ class Line:
     why: tuple[str, ...] = ()  # rewrites
     waits: tuple[int, ...] = ()  # for lines of other streams, by their numbers
     image: str = ""  # rows and columns, such as 32x32, where it multiplies
+    is_view: bool = False  # nothing is launched
 
     @property
     def us(self) -> float:
@@ -77,7 +78,7 @@ class Writer:
     def write_nodes(self, nodes: Sequence[Node], pass_: str, made: Launched, stream: int) -> None:
         """The line of nodes that are launched together."""
         node = nodes[-1]
-        values = {v for n in nodes if n.op not in FREE for v in _moved(n)}
+        values = {v for n in nodes if not n.is_view for v in _moved(n)}
         own = {v for n in nodes[:-1] for v in n.outputs.values()}
         moved = sum(v.bytes for v in values - own)
         shape = "x".join(map(str, node.out.shape))
@@ -97,6 +98,7 @@ class Writer:
             sources=tuple(dict.fromkeys(n.source for n in nodes)),
             why=tuple(dict.fromkeys(why)),
             image=_image(node) if flops else "",
+            is_view=all(n.is_view for n in nodes),
         )
 
     def write(
@@ -108,7 +110,7 @@ class Writer:
         stream: int,
         moved: int = 0,  # bytes
         flops: int = 0,
-        **more: Any,  # source, sources, why and image
+        **more: Any,  # source, sources, why, image and is_view
     ) -> None:
         """A line."""
         what = name, op, pass_, made, stream, moved, flops, floor(self.gpu, flops, moved)

@@ -6,7 +6,6 @@ from itertools import zip_longest
 
 from triton_kernels.explain import folded, kernels_of
 
-from ..ops import FREE
 from .page import Line, Page
 
 _HEAD = ("#", "node", "kernels", "MB", "floor us", "predicted us")
@@ -25,7 +24,7 @@ def table(page: Page, node: str = "") -> str:
     found = [
         (i, line)
         for i, line in enumerate(page.lines)
-        if line.op not in FREE and line.pass_ != "parameters" and (not node or _is(line, node))
+        if not line.is_view and line.pass_ != "parameters" and (not node or _is(line, node))
     ]
     if not found:
         raise KeyError(node)
@@ -92,7 +91,7 @@ def _rows(cells: Sequence[str]) -> Iterator[str]:
 def summary(page: Page) -> list[str]:
     said = []
     for pass_ in ("parameters", "forward", "backward"):
-        of = [line for line in page.lines if line.pass_ == pass_ and line.op not in FREE]
+        of = [line for line in page.lines if line.pass_ == pass_ and not line.is_view]
         if of:
             time = sum(line.floor_us for line in of)
             moved = sum(line.bytes for line in of) / 1e9

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..moves import MAIN
-from ..ops import FREE, WEIGHT_GRADS
+from ..ops import WEIGHT_GRADS
 from .page import Line, Page
 
 # streams, by their numbers in the table
@@ -107,7 +107,7 @@ def times(page: Page) -> list[Span]:
 
 def _is_skipped(line: Line) -> bool:
     """Whether a call does not launch it."""
-    return line.pass_ == "parameters" or line.op in FREE
+    return line.pass_ == "parameters" or line.is_view
 
 
 def _family(line: Line) -> str:
