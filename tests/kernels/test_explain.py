@@ -56,6 +56,8 @@ def test_public_convolutions_have_kernels_of_their_own(capsys):
         assert any("tma_stride2" in text and "stride 2" in text for text in lines)
     assert main(["conv unfused forward 32x8x8 64->64 3x3 bf16", "gpu=a100"]) == 0
     assert "-> pointer" in capsys.readouterr().out
+    assert main(["conv unfused forward 16x24x24 336->336 3x3 bf16 stride=2", "gpu=h100"]) == 0
+    assert "odd sides and stride 1, not 3x3 of stride 2\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("stride", [1, 2])

@@ -26,6 +26,7 @@ from ..configs import WgradOperands, fewest_of, split_kernel
 from ..plain.fp16_split import in_halves
 from ..plain.tma_boxes import refuse_wide_float32
 from .operands import in_rows
+from .refusals import refuse_filters
 from .row_wgrad import WIDTHS, images_of_row
 
 if SUPPORTED:
@@ -47,10 +48,8 @@ TILE = Fp16SplitWgrad()
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a weight gradient, or None."""
-    if reason := missing(gpu) or refuse_wide_float32(spec, gpu):
+    if reason := missing(gpu) or refuse_wide_float32(spec, gpu) or refuse_filters(spec):
         return reason
-    if (spec.r, spec.s) != (3, 3) or spec.pads != (1, 1):
-        return f"it does 3x3 filters of padding 1, not {spec.r}x{spec.s}"
     filters = spec.of_filters
     if odd := [c for c in filters if c % 64]:
         return f"{odd[0]} channels are no multiple of 64"

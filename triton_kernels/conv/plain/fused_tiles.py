@@ -127,7 +127,7 @@ def is_even(spec: ConvSpec) -> bool:
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why no tile can do it, or None."""
     if spec.stride != 1 or spec.r % 2 == 0 or spec.s % 2 == 0:
-        return f"it does filters of odd sides and stride 1, not {spec.r}x{spec.s}, {spec.stride}"
+        return f"it does filters of odd sides and stride 1, not {spec.moved}"
     return unfetchable(gpu, spec.itemsize, spec.k, spec.c, spec.first or 0, *spec.extra)
 
 

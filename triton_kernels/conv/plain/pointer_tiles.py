@@ -69,7 +69,7 @@ OF_FMAS = _OF_SINGLE_NUMBERS  # of float32 that is not in TF32, whose products a
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why no tile can do it, or why that is left to others, or None."""
     if spec.stride != 1 or spec.r % 2 == 0 or spec.s % 2 == 0:
-        return f"it does filters of odd sides and stride 1, not {spec.r}x{spec.s}, {spec.stride}"
+        return f"it does filters of odd sides and stride 1, not {spec.moved}"
     if spec.mask and spec.c % 4:
         return f"dropout of {spec.c} channels; four of them share a draw"
     first = () if spec.first is None else (spec.first,)
