@@ -32,7 +32,7 @@ from .attention import (
     cross_attention_fwd as cross_attention_forward,
 )
 from .attention.linear import linear_attention_backward, linear_attention_forward
-from .attention.projected import PROJECTED, projected_attention
+from .attention.norm_attention import PROJECTED, projected_attention
 from .conv.conv2d import conv2d_input_grad
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from .conv.few import conv_few

@@ -4,8 +4,12 @@ import pytest
 import torch
 
 from triton_kernels.attention import norm_attention as module
-from triton_kernels.attention.norm_attention import PER_IMAGE, AttentionConfig, norm_attention
-from triton_kernels.attention.projected import PROJECTED, projected_spec
+from triton_kernels.attention.norm_attention import (
+    PROJECTED,
+    AttentionConfig,
+    projected_attention,
+    projected_spec,
+)
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import chip
 from triton_kernels.registry.choose import select
@@ -55,9 +59,9 @@ def double(norm):
 def check(case, dtype=torch.bfloat16, order="qkv_heads", config=None):
     x, norm, weight, bias = inputs(*case, dtype)
     heads = case[3]
-    assert PER_IMAGE.refuse(projected_spec(x, heads, norm), HOPPER) is None
+    assert PROJECTED.refuse(projected_spec(x, heads, norm), HOPPER) is None
     with dependent_launches():
-        o = norm_attention(x, norm, weight, bias, heads, order, config)
+        o = projected_attention(x, norm, weight, bias, heads, order, config)
     exact = fused_reference.projected_attention(
         x.double(), double(norm), weight.double(), bias.double(), heads, order
     )

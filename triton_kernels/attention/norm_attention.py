@@ -1,6 +1,6 @@
 """A norm, the 1x1 convolution to queries, keys and values, and attention, in one launch on Hopper.
 
-    a = norm(x)      q, k, v = a w^T + b  of every head      o = softmax(q k^T / sqrt(d)) v
+    a = x, or norm(x)      q, k, v = a w^T + b  of every head      o = softmax(q k^T / sqrt(d)) v
 
 For inference: nobody else reads a, q, k or v, so that they need not be in memory. A program has all
 positions of an image in shared memory. It normalizes them there once, by partial sums that the
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..hopper.descriptors import SUPPORTED, in_boxes, missing
 from ..norm.tables import check_partials_of
-from ..registry.kernel import Kernel, configures
+from ..registry.choose import select
+from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FEW_IMAGES, ProjectedSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
@@ -76,10 +77,26 @@ def _configs(spec: ProjectedSpec, gpu: Device) -> list[AttentionConfig]:
     return [AttentionConfig(min(_divisors(spec.heads), key=time), 64, min(spec.t // 16, 8))]
 
 
-PER_IMAGE = Kernel("per_image", AttentionConfig, _refuse, _configs)
+PROJECTED = Op(
+    "projected_attention",
+    ("t", "c", "heads", "groups", "tiles", "dtype"),
+    (Kernel("per_image", AttentionConfig, _refuse, _configs),),
+    similar=False,
+)
 
 
-def norm_attention(
+def projected_spec(
+    x: Tensor,  # [N, T, C]
+    num_heads: int,
+    norm: tuple | None = None,  # of x, as below
+) -> ProjectedSpec:
+    """What `projected_attention` computes of such tensors."""
+    n, t, c = x.shape
+    sums = {} if norm is None else {"groups": norm[2], "tiles": norm[0].shape[1]}
+    return ProjectedSpec(n, dtype_name(x.dtype), t, c, num_heads, **sums)
+
+
+def projected_attention(
     x: Tensor,  # [N, T, C]
     norm: tuple | None,  # of x: partials float32 [N, K, 2, C], pixels, num_groups, [C], [C], eps
     weight: Tensor,  # [3C, C], dtype of x
@@ -97,8 +114,8 @@ def norm_attention(
     if n == 0:
         return o
     if config is None:
-        spec = ProjectedSpec(n, dtype_name(x.dtype), t, c, num_heads)
-        (config,) = _configs(spec, describe(x.device))
+        spec = projected_spec(x, num_heads, norm)
+        config = select(PROJECTED, spec, describe(x.device)).config
     partials, pixels, groups, *affine, eps = norm or (None, 1, c, None, None, 0.0)
     k = 1
     if partials is not None:

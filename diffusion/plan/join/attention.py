@@ -1,6 +1,6 @@
 """Attention, with the projection to queries, keys and values and the norm before it."""
 
-from triton_kernels.attention.projected import projected_spec
+from triton_kernels.attention.norm_attention import projected_spec
 
 from ..graph import Node
 from ..launch.products import has_usual_scale
