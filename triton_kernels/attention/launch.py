@@ -1,65 +1,36 @@
-"""The two passes of attention: they choose a tile, allocate, and launch."""
+"""The two passes of attention, and of cross-attention, where keys and values are of other positions
+than queries: they choose a kernel and its tile, allocate, and launch."""
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from ..registry.choose import select
+from ..registry.kernel import Op
 from ..registry.spec import AttentionSpec, dtype_name
 from ..runtime.device import describe
-from .configs import ATTENTION, ATTENTION_GRAD
+from .configs import ATTENTION, ATTENTION_GRAD, CROSS_ATTENTION, CROSS_ATTENTION_GRAD
 from .hopper import fetchable
 from .operands import BwdOperands, FwdOperands, constants_of
 
-
-def _constants(qkv: Tensor, num_heads: int, order: str, allow_tf32: bool) -> dict:
-    t, d = qkv.shape[1], qkv.shape[2] // 3 // num_heads
-    return constants_of(t, t, d, num_heads, order, allow_tf32)
-
-
-def _spec(qkv: Tensor, num_heads: int, allow_tf32: bool, do: Tensor | None = None) -> AttentionSpec:
-    """Of the forward pass or, with `do`, of the backward pass."""
-    n, t, c3 = qkv.shape
-    return AttentionSpec(
-        n=n * num_heads,  # a head is a head, whichever sample it belongs to
-        dtype=dtype_name(qkv.dtype, allow_tf32),
-        t=t,
-        d=c3 // 3 // num_heads,
-        grad=do is not None,
-        fetchable=all(fetchable(x) for x in (qkv, do) if x is not None),
-    )
+_Place = Callable[[int, int], Tensor]  # (rows, columns) -> where they go, float32
 
 
 def attention_fwd(
-    qkv: Tensor,
+    qkv: Tensor,  # [N, T, 3C]
     num_heads: int,
     order: str,
-    allow_tf32: bool = True,  # of float32
+    allow_tf32: bool = True,  # here and below: of float32
     config: tuple | None = None,  # of a kernel of `ATTENTION`
 ) -> tuple[Tensor, Tensor]:
     """o [N, T, C] and lse, float32 [N, heads, T] in base 2."""
-    n, t, c3 = qkv.shape
-    assert t * c3 < 2**31, qkv.shape  # offsets within a sample are int32
-    constants = _constants(qkv, num_heads, order, allow_tf32)
-    o = torch.empty((n, t, c3 // 3), dtype=qkv.dtype, device=qkv.device)
-    lse = torch.empty((n, num_heads, t), dtype=torch.float32, device=qkv.device)
-    if o.numel() == 0:
-        return o, lse
-    if config is None:
-
-        def run(c: tuple) -> Tensor:
-            return attention_fwd(qkv, num_heads, order, allow_tf32, c)[0]
-
-        spec = _spec(qkv, num_heads, allow_tf32)
-        config = select(ATTENTION, spec, describe(qkv.device), run).config
-    operands = FwdOperands(qkv, None, None, o, lse, constants)
-    ATTENTION.kernel_of(config).launch(config, operands)
-    return o, lse
+    return _forward(ATTENTION, (qkv, None, None), num_heads, order, allow_tf32, config)
 
 
 def attention_bwd(
-    do: Tensor,
+    do: Tensor,  # [N, T, C], here and below of any strides
     qkv: Tensor,
     o: Tensor,
     lse: Tensor,
@@ -68,7 +39,7 @@ def attention_bwd(
     allow_tf32: bool,
     config: tuple | None = None,  # of a kernel of `ATTENTION_GRAD`
 ) -> Tensor:
-    """dqkv [N, T, 3C]; `do` may have any strides."""
+    """dqkv [N, T, 3C]."""
     return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, None, config)[0]
 
 
@@ -80,24 +51,124 @@ def attention_bwd_rows(
     num_heads: int,
     order: str,
     allow_tf32: bool,
-    place: Callable[[int, int], Tensor] | None,  # (rows, columns) -> where they go, float32
+    place: _Place | None,
     config: tuple | None = None,  # of a kernel of `ATTENTION_GRAD`
 ) -> tuple[Tensor, Tensor | None]:
     """The same, and if they have a place, rows [rows, 3C] whose sum is that of dqkv over samples
     and positions."""
-    n, t, c3 = qkv.shape
-    # offsets within a sample are int32
-    assert t * max(c3, do.stride(1)) + c3 * do.stride(2) < 2**31, (qkv.shape, do.stride())
-    constants = _constants(qkv, num_heads, order, allow_tf32)
-    dqkv = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-    if dqkv.numel() == 0:
-        return dqkv, None if place is None else place(0, c3)
+    given = do, (qkv, None, None), o, lse, num_heads, order, allow_tf32
+    (dqkv, _), rows = _backward(ATTENTION_GRAD, *given, place, config)
+    return dqkv, rows
+
+
+def cross_attention_fwd(
+    q: Tensor,  # [N, T, C]
+    kv: Tensor,  # [N, L, 2C]
+    mask: Tensor | None,  # bool [N, L]
+    num_heads: int,
+    allow_tf32: bool = True,
+    config: tuple | None = None,  # of a kernel of `CROSS_ATTENTION`
+) -> tuple[Tensor, Tensor]:
+    """o [N, T, C] and lse, float32 [N, heads, T] in base 2: infinite where no key is seen."""
+    given = (q, kv, mask), num_heads, "qkv_heads", allow_tf32
+    return _forward(CROSS_ATTENTION, *given, config)
+
+
+def cross_attention_bwd(
+    do: Tensor,  # [N, T, C]
+    q: Tensor,
+    kv: Tensor,
+    mask: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    num_heads: int,
+    allow_tf32: bool = True,
+    config: tuple | None = None,  # of a kernel of `CROSS_ATTENTION_GRAD`
+) -> tuple[Tensor, Tensor]:
+    """dq [N, T, C] and dkv [N, L, 2C]."""
+    given = do, (q, kv, mask), o, lse, num_heads, "qkv_heads", allow_tf32
+    return _backward(CROSS_ATTENTION_GRAD, *given, None, config)[0]
+
+
+_Read = tuple[Tensor, Tensor | None, Tensor | None]  # qkv, None and None, or q, kv and the mask
+
+
+def _spec(read: _Read, num_heads: int, allow_tf32: bool, do: Tensor | None = None) -> AttentionSpec:
+    """Of the forward pass or, with `do`, of the backward pass."""
+    q, kv, mask = read
+    n, t, c = q.shape
+    if kv is None:
+        c //= 3
+        its = {"fetchable": all(fetchable(x) for x in (q, do) if x is not None)}
+    else:
+        its = {"keys": kv.shape[1], "masked": mask is not None}
+    dtype, grad = dtype_name(q.dtype, allow_tf32), do is not None
+    # a head is a head, whichever sample it belongs to
+    return AttentionSpec(n * num_heads, dtype, t, c // num_heads, grad, **its)
+
+
+def _bytes(read: _Read) -> _Read:
+    """As kernels read them."""
+    q, kv, mask = read
+    return q, kv, None if mask is None else mask.view(torch.uint8)
+
+
+def _forward(
+    op: Op, read: _Read, num_heads: int, order: str, allow_tf32: bool, config: tuple | None
+) -> tuple[Tensor, Tensor]:
+    q, spec = read[0], _spec(read, num_heads, allow_tf32)
+    of_a_sample = max(x.shape[1] * x.shape[2] for x in read[:2] if x is not None)
+    assert of_a_sample < 2**31, read  # offsets within a sample are int32
+    n, t, _ = q.shape
+    o = torch.empty((n, t, num_heads * spec.d), dtype=q.dtype, device=q.device)
+    lse = torch.empty((n, num_heads, t), dtype=torch.float32, device=q.device)
+    if o.numel() == 0:
+        return o, lse
+    if spec.seen == 0:
+        return o.zero_(), lse.fill_(math.inf)
     if config is None:
 
         def run(c: tuple) -> Tensor:
-            return attention_bwd(do, qkv, o, lse, num_heads, order, allow_tf32, c)
+            return _forward(op, read, num_heads, order, allow_tf32, c)[0]
 
-        spec = _spec(qkv, num_heads, allow_tf32, do)
-        config = select(ATTENTION_GRAD, spec, describe(qkv.device), run).config
-    operands = BwdOperands(do, qkv, None, None, o, lse, dqkv, None, place, constants)
-    return dqkv, ATTENTION_GRAD.kernel_of(config).launch(config, operands)
+        config = select(op, spec, describe(q.device), run).config
+    constants = constants_of(spec, num_heads, order, allow_tf32)
+    op.kernel_of(config).launch(config, FwdOperands(*_bytes(read), o, lse, constants))
+    return o, lse
+
+
+def _backward(
+    op: Op,
+    do: Tensor,
+    read: _Read,
+    o: Tensor,
+    lse: Tensor,
+    num_heads: int,
+    order: str,
+    allow_tf32: bool,
+    place: _Place | None,
+    config: tuple | None,
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """The gradients of qkv, or of q and kv; and rows, if they have a place."""
+    q, spec = read[0], _spec(read, num_heads, allow_tf32, do)
+    _, t, c = q.shape
+    # offsets within a sample are int32
+    assert t * max(c, do.stride(1)) + c * do.stride(2) < 2**31, (q.shape, do.stride())
+    grads = [
+        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for x in read[:2]
+    ]
+    if q.numel() == 0 or spec.seen == 0:
+        zeros = [None if x is None else x.zero_() for x in grads]
+        return zeros, None if place is None else place(0, c)
+    if config is None:
+
+        def run(config: tuple) -> Tensor:
+            given = do, read, o, lse, num_heads, order, allow_tf32
+            found, _ = _backward(op, *given, None, config)
+            return next(x for x in reversed(found) if x is not None)
+
+        config = select(op, spec, describe(q.device), run).config
+    constants = constants_of(spec, num_heads, order, allow_tf32)
+    operands = BwdOperands(do, *_bytes(read), o, lse, *grads, place, constants)
+    return grads, op.kernel_of(config).launch(config, operands)

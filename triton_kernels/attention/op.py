@@ -6,8 +6,7 @@ from torch import Tensor
 
 from ..runtime.layout import autocast, check_nhwc
 from ..runtime.library import derivative, once_differentiable, op
-from .cross import cross_attention_bwd, cross_attention_fwd
-from .launch import attention_bwd, attention_fwd
+from .launch import attention_bwd, attention_fwd, cross_attention_bwd, cross_attention_fwd
 
 ORDERS = ("qkv_heads", "heads_qkv")
 MAX_HEAD_DIM = 256

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
+from ..registry.spec import AttentionSpec
 from .tiles import block_d
 
 
@@ -43,21 +44,16 @@ class BwdOperands(NamedTuple):
 
 
 def constants_of(
-    t: int,  # queries
-    keys: int,
-    d: int,  # channels of a head
-    num_heads: int,
-    order: str,
-    allow_tf32: bool,
+    spec: AttentionSpec, num_heads: int, order: str, allow_tf32: bool
 ) -> dict[str, Any]:
     """The arguments that every kernel has, by name."""
     return dict(
         num_heads=num_heads,
-        scale=1 / math.sqrt(d),
-        T=t,
-        L=keys,
-        D=d,
+        scale=1 / math.sqrt(spec.d),
+        T=spec.t,
+        L=spec.seen,
+        D=spec.d,
         HEADS_QKV=order == "heads_qkv",
         PRECISION="tf32" if allow_tf32 else "ieee",
-        BLOCK_D=block_d(d),
+        BLOCK_D=block_d(spec.d),
     )
