@@ -43,6 +43,7 @@ from triton_kernels.conv.upsampled import (
 from triton_kernels.conv.upsampled_filters import upsampled_filters
 from triton_kernels.norm.from_partials import NORM_OF_SUMS, norm_of_sums
 from triton_kernels.norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
+from triton_kernels.norm.tables import Statistics
 from triton_kernels.reductions.conv_parts import SplitConv
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.search import time_call
@@ -118,7 +119,8 @@ def _before_a_norm(x: Tensor, weight: Tensor, bias: Tensor, gpu: Device) -> Ways
 
     def apart(config: tuple) -> Tensor:
         y, partials = conv_few(x, weight, bias, stats=True)
-        return norm_of_sums(y, None, (partials,), (h * w,), *norm, config=config)
+        statistics = Statistics((partials,), (h * w,), *norm[:-1])
+        return norm_of_sums(y, None, statistics, norm[-1], config=config)[0]
 
     def split() -> Tensor:
         parts = SplitConv(conv_split(x, weight), (n, h, w, c), x.dtype, bias)

@@ -19,7 +19,7 @@ from triton_kernels.norm.inline_statistics import (
     norm_apply,
     norm_backward,
 )
-from triton_kernels.norm.tables import norm_table
+from triton_kernels.norm.tables import Statistics, norm_table
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.spec import NormSpec
@@ -55,16 +55,16 @@ def runner(op: Op, spec: NormSpec, device: torch.device) -> Callable[[tuple], Te
     x, dz = (drawn(device, n, h, w, c, dtype=torch.bfloat16) for _ in range(2))
     partials = drawn(device, n, *spec.tiles, 2, c).abs()
     weight, bias, grad = drawn(device, c), drawn(device, c), torch.zeros(2 * c, device=device)
-    rest = (spec.pixels,), spec.groups, weight, bias, _EPS, spec.activation
-    table = norm_table((partials,), *rest[:-1])  # a group has one mean, and one deviation
+    norm = Statistics((partials,), (spec.pixels,), spec.groups, weight, bias, _EPS)
+    table = norm_table(*norm)  # a group has one mean, and one deviation
     out = torch.empty_like(dz)
 
     def run(config: tuple) -> Tensor:
         with dependent_launches(n * spec.pixels):
             if op is NORM_APPLY:
-                return norm_apply(x, None, (partials,), *rest, config=config)[0]
+                return norm_apply(x, None, norm, spec.activation, config=config)[0]
             if op is NORM_OF_SUMS:
-                return norm_of_sums(x, None, (partials,), *rest, config=config)
+                return norm_of_sums(x, None, norm, spec.activation, config=config)[0]
             given = partials, table, spec.groups, *grad.split(c)
             return norm_backward(dz, x, *given, sums=RowSums(grad), out=out, config=config)[0]
 

@@ -50,7 +50,6 @@ _NONE = (  # and these have no products
     "norm_dx",
     "norm_grad_table",
     "norm_of_sums",
-    "norm_of_sums_upsampled",
     "norm_single_cta",
     "norm_table",
     "pad_channels",

@@ -25,7 +25,6 @@ OPERANDS = (
     "channel_norm_backward",
     "channel_norm_forward",
     "norm_of_sums",
-    "norm_of_sums_upsampled",
     "norm_single_cta",
     "resample_parts",
     "norm_apply",

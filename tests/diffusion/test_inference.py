@@ -41,7 +41,7 @@ CALLS = (
     "sum_parts",
 )
 
-LARGE = ("norm_conv", "norm_of_sums_upsampled")
+LARGE = ("norm_conv", "apply_upsampled")
 
 
 def replace(monkeypatch, name, function):

@@ -8,6 +8,7 @@ from triton_kernels.noise.dropout import Mask
 from triton_kernels.norm import inline_statistics, passes as norm_passes, tables as norm_tables
 from triton_kernels.norm.from_partials import SumsConfig
 from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
+from triton_kernels.norm.tables import Statistics
 from triton_kernels.reductions import row_sums
 from triton_kernels.runtime.device import Device
 
@@ -34,20 +35,12 @@ def poisoned(monkeypatch):
     poison_outputs(monkeypatch, inline_statistics, norm_passes, norm_tables, row_sums)
 
 
-def _apply(halves, ks, groups, weight, bias, config=ONE, **options):
-    return inline_statistics.norm_apply(
-        halves[0],
-        second_half(halves),
-        tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=True)),
-        tuple(x.shape[1] * x.shape[2] for x in halves),
-        groups,
-        weight,
-        bias,
-        EPS,
-        "silu",
-        config=config,
-        **options,
-    )
+def _apply(halves, ks, groups, weight, bias, config=ONE, scale=None, shift=None, **options):
+    partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=True))
+    pixels = tuple(x.shape[1] * x.shape[2] for x in halves)
+    norm = Statistics(partials, pixels, groups, weight, bias, EPS, scale, shift)
+    xs = halves[0], second_half(halves)
+    return inline_statistics.norm_apply(*xs, norm, "silu", config=config, **options)
 
 
 def _check_forward(shape, channels, ks, groups, device, dtype=torch.float32, floor=2e-6, **options):
@@ -83,9 +76,9 @@ def test_forward_of_an_upsampled_half(channels, device):
     large = reference.upsample_nearest2d(small)
     want, expected = _apply((large, other), (3, 2), 4, weight, bias, config=TWO)
     partials = partials_of(small, 3), partials_of(other, 2)
-    a, (table, second), made = inline_statistics.norm_apply_upsampled(
-        small, other, partials, (12, 48), 4, weight, bias, EPS, "silu"
-    )
+    norm = Statistics(partials, (12, 48), 4, weight, bias, EPS)
+    made = inline_statistics.norm_apply_upsampled(small, other, norm, "silu")
+    a, (table, second), made = made
     torch.testing.assert_close(table, expected)
     torch.testing.assert_close(a, want)
     assert torch.equal(second, table[..., channels[0] :]) and torch.equal(made, large)

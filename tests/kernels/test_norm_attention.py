@@ -68,8 +68,8 @@ def check(case, dtype=torch.bfloat16, order="qkv_heads", config=None):
     a = x
     if norm is not None:
         partials, pixels, *rest = norm
-        arguments = (partials,), (pixels,), *rest
-        a = fused_reference.norm_of_sums(x[:, None], None, *arguments, "identity")[:, 0]
+        table = fused_reference.norm_table((partials,), (pixels,), *rest)
+        a = fused_reference.apply(x[:, None], None, table, "identity")[:, 0]
     qkv = (a.to(dtype) @ weight.T + bias).to(dtype)
     low = fused_reference.attention_forward(qkv, heads, order)[0]
     assert (o.double() - exact).norm() <= 1.5 * (low.double() - exact).norm()

@@ -9,6 +9,7 @@ m 2^-24 of xhat.
 import pytest
 import torch
 
+from triton_kernels.norm.tables import Statistics
 from triton_kernels.reference import fused
 from triton_kernels.tf32 import rounded_to_tf32
 
@@ -28,11 +29,11 @@ def block(fused, x1, x2, weight, bias, scale, shift, filters, dy, groups, activa
     xs = [x for x in (x1, x2) if x is not None]
     partials = [fused.tensor_partials(x) for x in xs]
     pixels = [x.shape[1] * x.shape[2] for x in xs]
-    norm = (partials, pixels, groups, weight, bias, EPS)
-    table = fused.norm_table(*norm, scale=scale, shift=shift)
-    a, again = fused.norm_apply(x1, x2, *norm, activation, scale=scale, shift=shift)
-    one_launch = fused.norm_of_sums(x1, x2, *norm, activation, scale=scale, shift=shift)
-    whole, _ = fused.norm_single_cta(x1, x2, *norm[2:], activation, scale, shift)
+    norm = Statistics(partials, pixels, groups, weight, bias, EPS, scale, shift)
+    table = fused.norm_table(*norm)
+    a, again = fused.norm_apply(x1, x2, norm, activation)
+    one_launch, _ = fused.norm_of_sums(x1, x2, norm, activation)
+    whole, _ = fused.norm_single_cta(x1, x2, *norm[2:6], activation, scale, shift)
     y, y_partials = fused.conv_forward(a, filters, bias[: len(filters)], stats=True)
     dz, sums = fused.conv_input_grad(dy, filters, inputs=xs, table=table, activation=activation)
     constants = weight.new_ones(len(filters)), weight.new_zeros(len(filters))

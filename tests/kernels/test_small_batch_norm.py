@@ -13,6 +13,7 @@ from triton_kernels.norm import (
     single_cta as norm_single_cta,
     sums as norm_sums,
 )
+from triton_kernels.norm.tables import Statistics
 from triton_kernels.reductions.conv_parts import SplitConv
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry import search
@@ -199,9 +200,8 @@ def test_norm_of_sums(case, ks, dtype, film, few, device, monkeypatch):
     halves = [x1] if x2 is None else [x1, x2]
     partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=False))
     pixels = (x1.shape[1] * x1.shape[2],) * len(halves)
-    a = norm_of_sums.norm_of_sums(
-        x1, x2, partials, pixels, groups, weight, bias, EPS, "silu", **rows
-    )
+    norm = Statistics(partials, pixels, groups, weight, bias, EPS, **rows)
+    a, _ = norm_of_sums.norm_of_sums(x1, x2, norm, "silu")
     x = torch.cat(halves, dim=3)
     options = {"eps": EPS, "activation": "silu"}
     doubles = {k: v.double() for k, v in rows.items()}
@@ -218,10 +218,10 @@ def test_programs_of_several_tiles(case, ks, config, device, monkeypatch):
     halves = [x1] if x2 is None else [x1, x2]
     partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=False))
     pixels = (x1.shape[1] * x1.shape[2],) * len(halves)
-    norm = partials, pixels, groups, weight, bias, EPS, "silu"
+    norm = Statistics(partials, pixels, groups, weight, bias, EPS), "silu"
     config = config._replace(block_c=config.block_c // 2, tile=64)
-    a = norm_of_sums.norm_of_sums(x1, x2, *norm, config=config)
-    expected = fused_reference.norm_of_sums(*as_double(x1, x2), *norm)
+    a, _ = norm_of_sums.norm_of_sums(x1, x2, *norm, config=config)
+    expected, _ = fused_reference.norm_of_sums(*as_double(x1, x2), *norm)
     torch.testing.assert_close(a.double(), expected, rtol=1e-4, atol=2e-5)
 
 
@@ -232,9 +232,10 @@ def test_too_many_sums_for_one_launch(device, monkeypatch):
     assert select(norm_of_sums.NORM_OF_SUMS, many, HOPPER).kernel.name == "two_launches"
     take(monkeypatch, norm_of_sums="two_launches")
     x1, x2, groups, weight, bias, _ = norm_inputs((2, 4, 4, 24, 8, 8), torch.float32, device)
-    norm = (partials_of(x1, 4), partials_of(x2, 2)), (16, 16), groups, weight, bias, EPS, "silu"
-    expected = fused_reference.norm_of_sums(x1, x2, *norm)
-    torch.testing.assert_close(norm_of_sums.norm_of_sums(x1, x2, *norm), expected)
+    partials = partials_of(x1, 4), partials_of(x2, 2)
+    norm = Statistics(partials, (16, 16), groups, weight, bias, EPS), "silu"
+    expected, _ = fused_reference.norm_of_sums(x1, x2, *norm)
+    torch.testing.assert_close(norm_of_sums.norm_of_sums(x1, x2, *norm)[0], expected)
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["many images", "few images"])
@@ -247,17 +248,13 @@ def test_norm_of_sums_of_an_upsampled_tensor(c2, few, device, monkeypatch):
     halves = [small] if x2 is None else [small, x2]
     weight, bias = torch.randn(2, 28 + c2, device=device)
     partials = tuple(partials_of(x, 3) for x in halves)
-    a, large = norm_of_sums.norm_of_sums_upsampled(
-        small, x2, partials, (15, 60), 4, weight, bias, EPS, "silu"
-    )
+    norm = Statistics(partials, (15, 60), 4, weight, bias, EPS), "silu"
+    a, large = norm_of_sums.norm_of_sums(small, x2, *norm, up=True, keep=True)
     assert torch.equal(large, reference.upsample_nearest2d(small))
     x = torch.cat([large, *halves[1:]], dim=3)
     expected = reference.group_norm(x, 4, weight, bias, eps=EPS, activation="silu")
     torch.testing.assert_close(a, expected, rtol=1e-5, atol=1e-5)
-    a, large = norm_of_sums.norm_of_sums_upsampled(
-        small, x2, partials, (15, 60), 4, weight, bias, EPS, "silu",
-        corners=True, keep=False,
-    )  # fmt: skip
+    a, large = norm_of_sums.norm_of_sums(small, x2, *norm, up=True, corners=True)
     assert few or large is None
     first = expected.clone()
     if not few:
@@ -270,10 +267,10 @@ def test_tiles_are_compared_where_they_write(device, monkeypatch):
     """Of the pixels that `corners` leaves as they were, memory that nobody cleared differs."""
     monkeypatch.setattr(search, "time_call", lambda run, best: 1.0)
     small, x2 = randn(1, 2, 2, 28, device=device), randn(1, 4, 4, 20, device=device)
-    params = 4, *randn(2, 48, device=device), EPS, "silu"
-    norm = (partials_of(small, 1), partials_of(x2, 1)), (4, 16), *params
+    partials, affine = (partials_of(small, 1), partials_of(x2, 1)), randn(2, 48, device=device)
+    norm = Statistics(partials, (4, 16), 4, *affine, EPS), "silu"
     with search.search() as found:
-        norm_of_sums.norm_of_sums_upsampled(small, x2, *norm, corners=True)
+        norm_of_sums.norm_of_sums(small, x2, *norm, up=True, corners=True, keep=True)
     assert len(found.times) > 1 and not found.rejected
 
 
@@ -306,13 +303,14 @@ def test_norms_of_sums_are_rounded_to_tf32(kernel, device, monkeypatch):
     small, x2 = randn(2, 3, 5, 28, device=device), randn(2, 6, 10, 20, device=device)
     large, norm = reference.upsample_nearest2d(small), (4, *randn(2, 48, device=device), EPS)
     sums = partials_of(small, 3), partials_of(x2, 3)
-    given = small, x2, sums, (15, 60), *norm, "silu"
-    a, again = norm_of_sums.norm_of_sums_upsampled(*given, tf32=True)
-    expected, _ = fused_reference.norm_of_sums_upsampled(*given, tf32=True)
+    given = small, x2, Statistics(sums, (15, 60), *norm), "silu"
+    a, again = norm_of_sums.norm_of_sums(*given, up=True, keep=True, tf32=True)
+    expected, _ = fused_reference.norm_of_sums(*given, up=True, tf32=True)
     check_rounded(a, expected)
     assert torch.equal(again, large)
     sums = partials_of(large, 3), partials_of(x2, 3)
-    a = norm_of_sums.norm_of_sums(large, x2, sums, (60, 60), *norm, "silu", tf32=True)
+    given = large, x2, Statistics(sums, (60, 60), *norm), "silu"
+    a, _ = norm_of_sums.norm_of_sums(*given, tf32=True)
     check_rounded(a, expected)
 
 
@@ -356,7 +354,8 @@ def test_norms_of_the_model_s_shapes(case, device):
     split, *_ = split_of(case, torch.bfloat16, device, splits=9)
     for _ in range(3):
         close(norm_single_cta.norm_single_cta(x1, x2, *arguments)[0], exact, low)
-        close(norm_of_sums.norm_of_sums(x1, x2, partials, pixels, *arguments), exact, low)
+        norm = Statistics(partials, pixels, *arguments[:-1])
+        close(norm_of_sums.norm_of_sums(x1, x2, norm, "silu")[0], exact, low)
         a, y = norm_single_cta.norm_single_cta(split, x2, *arguments)
         assert torch.equal(y, split_k_sum.sum_parts(split)[0])
         close(a, *[
@@ -410,20 +409,19 @@ def test_norms_of_sums_in_all_configurations(case, device):
     halves = [x1] if x2 is None else [x1, x2]
     partials = tuple(partials_of(x, k) for x, k in zip(halves, ks, strict=True))
     pixels = tuple(x.shape[1] * x.shape[2] for x in halves)
-    norm = partials, pixels, groups, weight, bias, EPS, "silu"
+    norm = Statistics(partials, pixels, groups, weight, bias, EPS), "silu"
     large = reference.upsample_nearest2d(x1) if up else x1
-    exact = fused_reference.norm_of_sums(*as_double(large, x2), *norm)
-    low = fused_reference.norm_of_sums(large, x2, *norm).to(torch.bfloat16)
+    exact, _ = fused_reference.norm_of_sums(*as_double(large, x2), *norm)
+    low = fused_reference.norm_of_sums(large, x2, *norm)[0].to(torch.bfloat16)
     for config in CONFIGS:
         for _ in range(3):
             if not up:
-                close(norm_of_sums.norm_of_sums(x1, x2, *norm, config=config), exact, low)
+                close(norm_of_sums.norm_of_sums(x1, x2, *norm, config=config)[0], exact, low)
                 continue
-            a, again = norm_of_sums.norm_of_sums_upsampled(x1, x2, *norm, config=config)
+            how = {"up": True, "config": config}
+            a, again = norm_of_sums.norm_of_sums(x1, x2, *norm, **how, keep=True)
             close(a, exact, low)
             assert torch.equal(again, large)
-            corners, _ = norm_of_sums.norm_of_sums_upsampled(
-                x1, x2, *norm, config=config, corners=True, keep=False
-            )
+            corners, _ = norm_of_sums.norm_of_sums(x1, x2, *norm, **how, corners=True)
             assert torch.equal(corners[..., c1:], a[..., c1:])
             assert torch.equal(corners[:, ::2, ::2], a[:, ::2, ::2])

@@ -110,56 +110,8 @@ NORM_OF_SUMS = Op(
 
 
 def norm_of_sums(
-    x1: Tensor,  # [N, H, W, C1]
+    x1: Tensor,  # [N, H, W, C1]; with `up` [N, H / 2, W / 2, C1]
     x2: Tensor | None,  # [N, H, W, C2]
-    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
-    pixels: tuple[int, ...],  # H W of the image that each describes
-    num_groups: int,
-    weight: Tensor | None,  # [C1 + C2]
-    bias: Tensor | None,  # [C1 + C2]
-    eps: float,
-    activation: str,
-    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
-    shift: Tensor | None = None,  # [N, C1 + C2]
-    *,
-    tf32: bool = False,
-    config: tuple | None = None,  # of a kernel of `NORM_OF_SUMS`
-) -> Tensor:  # [N, H, W, C1 + C2]
-    """`apply` of the table that `norm_table` would make of these partials. With `tf32`, here and
-    below, a norm of float32 is rounded to TF32: products in that read it."""
-    norm = Statistics(partials, pixels, num_groups, weight, bias, eps, scale, shift)
-    return _launch(x1, x2, norm, activation, tf32=tf32, config=config)[0]
-
-
-def norm_of_sums_upsampled(
-    x1: Tensor,  # [N, H / 2, W / 2, C1]
-    x2: Tensor | None,  # [N, H, W, C2]
-    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
-    pixels: tuple[int, ...],  # of the image that each describes
-    num_groups: int,
-    weight: Tensor | None,  # [C1 + C2]
-    bias: Tensor | None,  # [C1 + C2]
-    eps: float,
-    activation: str,
-    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
-    shift: Tensor | None = None,  # [N, C1 + C2]
-    *,
-    corners: bool = False,
-    keep: bool = True,
-    tf32: bool = False,
-    config: tuple | None = None,  # of a kernel of `NORM_OF_SUMS`
-) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; [N, H, W, C1]
-    """`norm_of_sums` of upsample(x1), where every pixel becomes a 2x2 block, beside x2; and
-    upsample(x1), to `keep` it for its other readers. With `corners` only the first pixel of the 2x2
-    that are equal need be there, in the first C1 channels."""
-    norm = Statistics(partials, pixels, num_groups, weight, bias, eps, scale, shift)
-    options = {"up": True, "corners": corners, "keep": keep, "tf32": tf32, "config": config}
-    return _launch(x1, x2, norm, activation, **options)
-
-
-def _launch(
-    x1: Tensor,
-    x2: Tensor | None,
     norm: Statistics,
     activation: str,
     *,
@@ -168,7 +120,12 @@ def _launch(
     keep: bool = False,
     tf32: bool = False,
     config: tuple | None = None,  # of a kernel of `NORM_OF_SUMS`
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; [N, H, W, C1]
+    """`apply` of the table that `norm_table` would make. With `up` x1 stands for upsample(x1),
+    where every pixel becomes a 2x2 block, which is the second result, to `keep` it for its other
+    readers; and with `corners` only the first pixel of the 2x2 that are equal need be there, in the
+    first C1 channels. With `tf32` a norm of float32 is rounded to TF32: products in that read
+    it."""
     check_activation(activation)
     check_nhwc("x1", x1)
     n, h, w, c1 = x1.shape
@@ -181,7 +138,7 @@ def _launch(
 
         def run(config: tuple) -> Tensor:
             given = {"up": up, **options, "tf32": tf32, "config": config}
-            return _launch(x1, x2, norm, activation, **given)[0][:, ::written, ::written]
+            return norm_of_sums(x1, x2, norm, activation, **given)[0][:, ::written, ::written]
 
         shape = (n, dtype_name(x1.dtype), h, w, c1, c2, norm.num_groups, activation)
         tiles = tuple(part.shape[1] for part in norm.partials)

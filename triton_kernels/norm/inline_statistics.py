@@ -84,29 +84,21 @@ def _overlaps(x: Tensor) -> bool:
 def norm_apply(
     x1: Tensor,  # [N, H, W, C1]
     x2: Tensor | None,  # [N, H, W, C2]
-    partials: tuple[Tensor, ...],  # of each: float32 [N, K, 2, C1], [N, K2, 2, C2]
-    pixels: tuple[int, ...],  # H W of the image that each describes
-    num_groups: int,
-    weight: Tensor | None,  # [C1 + C2]
-    bias: Tensor | None,  # [C1 + C2]
-    eps: float,
+    norm: Statistics,
     activation: str,
     *,
-    scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
-    shift: Tensor | None = None,  # [N, C1 + C2]
     mask: Mask | None = None,
     tf32: bool = False,  # here and below: float32 results are rounded to TF32, as products are
     config: OneLaunch | TwoLaunches | None = None,
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
-    """`apply` of the table of these partials, and the table."""
+    """`apply` of the table that `norm_table` makes, and the table."""
     second = 0 if x2 is None else x2.shape[3]
-    rest = {"tiles": tuple(part.shape[1] for part in partials), "mask": mask is not None}
-    spec = NormSpec(len(x1), dtype_name(x1.dtype), *x1.shape[1:], second, num_groups, **rest)
+    rest = {"tiles": tuple(part.shape[1] for part in norm.partials), "mask": mask is not None}
+    spec = NormSpec(len(x1), dtype_name(x1.dtype), *x1.shape[1:], second, norm.num_groups, **rest)
     if config is None:
         config = select(NORM_APPLY, spec, describe(x1.device)).config
     if isinstance(config, TwoLaunches):
-        film = {"scale": scale, "shift": shift}
-        table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
+        table = norm_table(*norm)
         early = mask is None and _overlaps(x1)
         return apply(x1, x2, table, activation, mask=mask, early=early, tf32=tf32), table
 
@@ -115,7 +107,6 @@ def norm_apply(
     check_nhwc("x1", x1)
     n, h, w, c1 = x1.shape
     c2 = check_second(x2, n, h, w)
-    norm = Statistics(partials, pixels, num_groups, weight, bias, eps, scale, shift)
     norm.check(n, c1, c2)
     c = c1 + c2
     table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
@@ -130,12 +121,7 @@ def norm_apply(
 def norm_apply_upsampled(
     x1: Tensor,  # [N, H / 2, W / 2, C1]
     x2: Tensor,  # [N, H, W, C2]
-    partials: tuple[Tensor, ...],  # of each, as those of `norm_apply`
-    pixels: tuple[int, ...],
-    num_groups: int,
-    weight: Tensor | None,  # [C1 + C2]
-    bias: Tensor | None,  # [C1 + C2]
-    eps: float,
+    norm: Statistics,
     activation: str,
     *,
     tf32: bool = False,
@@ -144,7 +130,7 @@ def norm_apply_upsampled(
     of x2 alone [N, 4, C2]; and upsample(x1)."""
     shape = len(x2), 4, x2.shape[3]
     second = _empty(shape, dtype=torch.float32, device=x2.device)
-    table = norm_table(partials, pixels, num_groups, weight, bias, eps, second_out=second)
+    table = norm_table(*norm, second_out=second)
     a, large = apply_upsampled(x1, x2, table, activation, early=_overlaps(x1), tf32=tf32)
     return a, (table, second), large
 

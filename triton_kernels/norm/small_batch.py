@@ -188,7 +188,7 @@ def norm_small_batch(
     up: bool,
     tf32: bool,
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2]; x1, or with `up` it upsampled
-    """As `norm_of_sums`, or `norm_of_sums_upsampled`."""
+    """As `norm_of_sums`."""
     n, h, w, c1 = x1.shape
     h, w = (2 * h, 2 * w) if up else (h, w)
     c2 = 0 if x2 is None else x2.shape[3]

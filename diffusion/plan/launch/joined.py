@@ -7,8 +7,7 @@ from triton_kernels.conv.conv_norm import NextNorm
 from triton_kernels.conv.upsampled import UpsampledFilters
 from triton_kernels.reductions.conv_parts import SplitConv
 
-from ..graph import many
-from .norms import film
+from .norms import film, statistics
 from .table import Inputs, bias_of, extra, filters, launches, rounding, terms
 
 
@@ -75,23 +74,13 @@ def _norm_single_cta(run, node, given):
     return {"y": y, "x": x}
 
 
-def _sums(node, given: Inputs) -> tuple:
-    sums = tuple(many(given, "partials")), node.attrs["pixels"]
-    return given["x0"], given.get("x1"), *sums, *_norm_of(node, given, "")
-
-
-@launches("norm_of_sums")
+@launches("norm_of_sums", "norm_upsampled")
 def _norm_of_sums(run, node, given):
-    return run.kernels.norm_of_sums(*_sums(node, given), **film(given))
-
-
-@launches("norm_upsampled")
-def _norm_upsampled(run, node, given):
-    corners, keep = node.attrs.get("corners", False), "large" in node.outputs
-    made = run.kernels.norm_of_sums_upsampled(
-        *_sums(node, given), **film(given), corners=corners, keep=keep
-    )
-    return dict(zip(("y", "large"), made, strict=True))
+    options = {"keep": "large" in node.outputs, "corners": node.attrs.get("corners", False)}
+    options |= {"up": node.op == "norm_upsampled"}
+    tensors = given["x0"], given.get("x1"), statistics(node, given)
+    y, large = run.kernels.norm_of_sums(*tensors, node.attrs["activation"], **options)
+    return {"y": y, "large": large}
 
 
 def _next_norm(node, given: Inputs) -> NextNorm:

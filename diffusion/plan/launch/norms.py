@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from triton_kernels.conv.upsampled import UpsampledFilters
+from triton_kernels.norm.tables import Statistics
 
 from ..graph import Node, many
 from ..ops import SUMS_OF_NORM
@@ -21,11 +22,11 @@ def film(given: Inputs) -> dict[str, Tensor]:
     return {name: given[name] for name in ("scale", "shift") if name in given}
 
 
-def _statistics(node: Node, given: Inputs) -> tuple:
+def statistics(node: Node, given: Inputs) -> Statistics:
     """Sums, and what a table is made of besides."""
-    a = node.attrs
+    a, sums = node.attrs, tuple(many(given, "partials"))
     affine = given["weight"], given["bias"], a["eps"]
-    return tuple(many(given, "partials")), a["pixels"], a["groups"], *affine
+    return Statistics(sums, a["pixels"], a["groups"], *affine, **film(given))
 
 
 # --- forward --------------------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def _moments(run, node, given):
 
 @launches("norm_table")
 def _norm_table(run, node, given):
-    return run.kernels.norm_table(*_statistics(node, given), **film(given))
+    return run.kernels.norm_table(*statistics(node, given))
 
 
 @launches("norm_apply")
@@ -50,19 +51,19 @@ def _norm_apply(run, node, given):
 
 @launches("norm")
 def _norm(run, node, given):
-    how = *_statistics(node, given), node.attrs["activation"]
+    how = statistics(node, given), node.attrs["activation"]
     mask = mask_of(node, given)
     if "words" in node.outputs:
         words = node.outputs["words"]
         words = torch.empty(words.shape, dtype=words.dtype, device=given["x0"].device)
         mask = mask._replace(words=words)
-    y, table = run.kernels.norm_apply(*images(given), *how, mask=mask, **film(given))
+    y, table = run.kernels.norm_apply(*images(given), *how, mask=mask)
     return {"y": y.view(node.out.shape), "table": table, "words": mask and mask.words}
 
 
 @launches("norm_of_upsampled")
 def _norm_of_upsampled(run, node, given):
-    how = *_statistics(node, given), node.attrs["activation"]
+    how = statistics(node, given), node.attrs["activation"]
     y, (table, second), large = run.kernels.norm_apply_upsampled(*images(given), *how)
     return {"y": y, "table": table, "second": second, "large": large}
 

@@ -52,7 +52,7 @@ from .norms import (
     norm_table,
     tensor_partials,
 )
-from .one_launch_norms import norm_of_sums, norm_of_sums_upsampled, norm_single_cta
+from .one_launch_norms import norm_of_sums, norm_single_cta
 from .parts import conv_split, resample_parts, sum_parts
 from .resample import avg_pool, avg_pool_grad, upsample, upsample_grad
 from .skip import skip_backward, skip_dx

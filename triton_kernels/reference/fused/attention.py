@@ -3,7 +3,7 @@
 import torch
 
 from ... import reference
-from .one_launch_norms import norm_of_sums
+from .norms import apply, norm_table
 
 
 def attention_forward(qkv, num_heads, order):
@@ -38,6 +38,6 @@ def projected_attention(x, norm, weight, bias, num_heads, order):
     x weight^T + bias"""
     if norm is not None:
         partials, pixels, *rest = norm
-        sums = (partials,), (pixels,)
-        x = norm_of_sums(x[:, None], None, *sums, *rest, "identity")[:, 0]
+        table = norm_table((partials,), (pixels,), *rest)
+        x = apply(x[:, None], None, table, "identity")[:, 0]
     return reference.attention(x @ weight.T + bias, num_heads, order=order)

@@ -175,35 +175,17 @@ def norm_dx(
     return dx1 if out is None else out.copy_(dx1), dx2, rows
 
 
-def norm_apply(
-    x1,
-    x2,
-    partials,
-    pixels,
-    num_groups,
-    weight,
-    bias,
-    eps,
-    activation,
-    *,
-    mask=None,
-    tf32=False,
-    **film,
-):
-    """(`apply` of the table that `norm_table` makes of the rest, the table), where `film` is scale
-    and shift."""
-    table = norm_table(partials, pixels, num_groups, weight, bias, eps, **film)
+def norm_apply(x1, x2, norm, activation, *, mask=None, tf32=False):
+    """(`apply` of the table that `norm_table` makes of `norm`, the table)."""
+    table = norm_table(*norm)
     return apply(x1, x2, table, activation, mask=mask, tf32=tf32), table
 
 
-def norm_apply_upsampled(
-    x1, x2, partials, pixels, num_groups, weight, bias, eps, activation, **film
-):
+def norm_apply_upsampled(x1, x2, norm, activation, *, tf32=False):
     """`norm_apply` of x1 with 2x2 blocks for its pixels, where the table is followed by that of x2
     alone; and these."""
     large = reference.upsample_nearest2d(x1)
-    norm = partials, pixels, num_groups, weight, bias, eps
-    a, table = norm_apply(large, x2, *norm, activation, **film)
+    a, table = norm_apply(large, x2, norm, activation, tf32=tf32)
     return a, (table, table[..., x1.shape[3] :].contiguous()), large
 
 

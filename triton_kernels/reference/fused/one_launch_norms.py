@@ -4,9 +4,9 @@ import torch
 
 from ... import reference
 from ...reductions.conv_parts import SplitConv
-from .norms import apply, norm_table, operand
+from .norms import apply, apply_upsampled, norm_table, operand
 from .parts import sum_parts
-from .resample import avg_pool, upsample
+from .resample import avg_pool
 
 
 def norm_single_cta(
@@ -36,27 +36,10 @@ def norm_single_cta(
     return operand(a, tf32), x1 if keep else None
 
 
-def norm_of_sums(
-    x1,
-    x2,
-    partials,
-    pixels,
-    num_groups,
-    weight,
-    bias,
-    eps,
-    activation,
-    scale=None,
-    shift=None,
-    *,
-    tf32=False,
-):
-    """`apply` of the table of `norm_table`."""
-    table = norm_table(partials, pixels, num_groups, weight, bias, eps, scale, shift)
-    return apply(x1, x2, table, activation, tf32=tf32)
-
-
-def norm_of_sums_upsampled(x1, x2, *arguments, corners=False, keep=True, **options):
-    """`norm_of_sums` of x1 with 2x2 blocks for its pixels; and these, or None."""
-    large = upsample(x1)
-    return norm_of_sums(large, x2, *arguments, **options), large if keep else None
+def norm_of_sums(x1, x2, norm, activation, *, up=False, corners=False, keep=False, tf32=False):
+    """(`apply` of the table of `norm_table`, None), or with `up` `apply_upsampled`, of all pixels:
+    those beside `corners` may be what they like."""
+    table = norm_table(*norm)
+    if not up:
+        return apply(x1, x2, table, activation, tf32=tf32), None
+    return apply_upsampled(x1, x2, table, activation, keep=keep, tf32=tf32)
