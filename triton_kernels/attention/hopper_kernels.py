@@ -14,9 +14,7 @@ from ..hopper.compat import reinterpret, sync_threads, tma_load, tma_store, view
 from ..hopper.pairs import round_pairs
 from ..hopper.pipeline import new_barriers
 from ..runtime.dependent_launch import await_inputs
-
-_LOG2_E = gl.constexpr(1.4426950408889634)
-
+from .kernels import LOG2_E, head_offset
 
 # --- tiles ----------------------------------------------------------------------------------------
 
@@ -31,15 +29,6 @@ def _columns(d):
 def _lines(d, num_warps):
     """A layout of rows of D numbers, 16 bytes a thread."""
     return gl.BlockedLayout([1, 8], [256 // d, d // 8], [num_warps, 1], [1, 0])
-
-
-@gluon.jit
-def head_offset(head, num_heads, D: gl.constexpr, HEADS_QKV: gl.constexpr):
-    """Where in the 3C channels the q of a head starts, and the step from q to k and from k to v."""
-    if HEADS_QKV:
-        return head * (3 * D), D
-    else:
-        return head * D, num_heads * D
 
 
 @gluon.jit
@@ -124,7 +113,7 @@ def attention_fwd_head_kernel(
     tma_load(q_desc, [n, t0, column], bars.index(0), q_buf)
     mbarrier.expect(bars.index(1), ROWS * D * 2)
     tma_load(kv_desc, [n, 0, column + 2 * part], bars.index(1), v_buf)
-    scale_log2 = scale * _LOG2_E
+    scale_log2 = scale * LOG2_E
     zeros = gl.zeros([64, STEP], gl.float32, SCORES)
 
     mbarrier.wait(bars.index(0), 0)
@@ -274,7 +263,7 @@ def attention_bwd_head_kernel(
     _keep_vectors(
         o_ptr, lse_ptr, num_heads * D, do_buf, lse_buf, delta_buf, bars.index(0), T, num_warps
     )
-    scale_log2 = scale * _LOG2_E
+    scale_log2 = scale * LOG2_E
 
     # Scores are transposed, [keys, queries]: p and ds are the left operands of dv and dk as they
     # lie in registers. dq needs ds the other way round, by way of shared memory.

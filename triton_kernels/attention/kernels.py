@@ -12,7 +12,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _head_offset(head, num_heads, D: tl.constexpr, HEADS_QKV: tl.constexpr):
+def head_offset(head, num_heads, D: tl.constexpr, HEADS_QKV: tl.constexpr):
     """Where in the 3C channels the q of a head starts, and the step from q to k and from k to v."""
     if HEADS_QKV:
         return head * (3 * D), D
@@ -36,7 +36,7 @@ def of_head(
     position to position of q, and of k and v."""
     channels = num_heads * D
     if kv_ptr is None:
-        offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+        offset, part = head_offset(head, num_heads, D, HEADS_QKV)
         q = n.to(tl.int64) * T * (3 * channels) + offset
         return q, q_ptr + (q + part), q_ptr + (q + part + part), 3 * channels, 3 * channels
     else:
@@ -241,7 +241,7 @@ def attention_bwd_dq_kernel(
     dq *= scale
     store_tile(dq_ptr + q_offset, dq, offs_m, offs_d, q_row, T, D, PRECISION)
     if rows_ptr is not None:  # beyond T dq is zero, since lse is infinite
-        offset, _ = _head_offset(head, num_heads, D, HEADS_QKV)
+        offset, _ = head_offset(head, num_heads, D, HEADS_QKV)
         rows_ptr += (n * tl.cdiv(T, BLOCK_M) + pid_m).to(tl.int64) * (3 * channels) + offset
         tl.store(rows_ptr + offs_d, tl.sum(dq, 0), mask=offs_d < D)
 
@@ -326,7 +326,7 @@ def attention_bwd_dkdv_kernel(
     store_tile(dk_ptr, dk, offs_n, offs_d, kv_row, L, D, PRECISION)
     store_tile(dv_ptr, dv, offs_n, offs_d, kv_row, L, D, PRECISION)
     if rows_ptr is not None:
-        offset, part = _head_offset(head, num_heads, D, HEADS_QKV)
+        offset, part = head_offset(head, num_heads, D, HEADS_QKV)
         rows_ptr += (n * tl.cdiv(L, BLOCK_N) + pid_n).to(tl.int64) * (3 * channels) + offset
         mask_d = offs_d < D
         if ONE_PASS:

@@ -22,8 +22,7 @@ import triton.language as tl
 
 from ..runtime.dependent_launch import await_inputs
 from ..tf32 import as_operand, dot_of_split
-
-_LOG2_E = tl.constexpr(1.4426950408889634)
+from .kernels import LOG2_E
 
 
 @triton.jit
@@ -47,7 +46,7 @@ def _product(a, b, dtype: tl.constexpr, PRECISION: tl.constexpr):
 def _load_keys(ptr, offs, rows, mask_d):
     """Keys in base 2: -inf where there is no row, 0 where there is no channel."""
     k = tl.load(ptr + offs, mask=rows[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
-    return tl.where(rows[:, None], k * _LOG2_E, float("-inf"))
+    return tl.where(rows[:, None], k * LOG2_E, float("-inf"))
 
 
 @triton.jit
@@ -156,7 +155,7 @@ def linear_merge_kernel(
 @triton.jit
 def _softmax_rows(q_ptr, offs, rows, mask_d):
     q = tl.load(q_ptr + offs, mask=rows[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
-    q = tl.where(mask_d[None, :], q * _LOG2_E, float("-inf"))
+    q = tl.where(mask_d[None, :], q * LOG2_E, float("-inf"))
     w = tl.exp2(q - tl.max(q, 1)[:, None])
     return w / tl.sum(w, 1)[:, None]
 

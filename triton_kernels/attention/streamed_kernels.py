@@ -21,10 +21,8 @@ from ..hopper.pairs import round_pairs
 from ..hopper.pipeline import new_barriers, new_ring
 from ..hopper.roles import launch_roles
 from ..runtime.dependent_launch import await_inputs
-from .hopper_kernels import head_offset, log2
-
-_LOG2_E = gl.constexpr(1.4426950408889634)
-
+from .hopper_kernels import log2
+from .kernels import LOG2_E, head_offset
 
 # --- what both do ---------------------------------------------------------------------------------
 
@@ -141,7 +139,7 @@ def _attend(
     dtype: gl.constexpr = memory.q_bufs.dtype
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    scale_log2 = scale * _LOG2_E
+    scale_log2 = scale * LOG2_E
     zeros = gl.zeros([64, STEP], gl.float32, SCORES)
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([64], gl.float32, gl.SliceLayout(1, SCORES))
@@ -267,7 +265,7 @@ def attention_fwd_kept_kernel(
     for j in gl.static_range(min(SLOTS, STEPS)):
         _fetch(kv_desc, k_bufs, v_bufs, full, j, n, query, step, SLOTS)
 
-    scale_log2 = scale * _LOG2_E
+    scale_log2 = scale * LOG2_E
     zeros = gl.zeros([KEEP, STEP], gl.float32, SCORES)
     m = gl.full([KEEP], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = gl.zeros([KEEP], gl.float32, gl.SliceLayout(1, SCORES))
