@@ -51,7 +51,8 @@ def rounded_grad(name: str, dtype: torch.dtype) -> str:
 
 
 @triton.constexpr_function
-def _compiled() -> bool:
+def compiled() -> bool:
+    """Not by the interpreter, which has no instructions of a GPU."""
     return not triton.knobs.runtime.interpret
 
 
@@ -64,7 +65,7 @@ def _approximate(z, INSTRUCTION: tl.constexpr):
 
 @triton.jit
 def _logistic(z):
-    if _compiled():
+    if compiled():
         e = _approximate(z * _MINUS_LOG2_E, "ex2.approx.ftz.f32")
         return _approximate(1.0 + e, "rcp.approx.ftz.f32")
     else:
@@ -130,7 +131,7 @@ def activate_affine(x, g, b, ACT: tl.constexpr):
     """act(x g + b), as `activate_affine_grad` is its derivative."""
     if ACT != "silu_tanh":
         return activate(x * g + b, ACT)
-    elif _compiled():
+    elif compiled():
         h = x * (0.5 * g) + 0.5 * b
         t = _approximate(h, "tanh.approx.f32")
         return h * t + h
@@ -144,7 +145,7 @@ def activate_affine_grad(x, g, b, ACT: tl.constexpr):
     `rounded_grad` returns."""
     if ACT != "silu_tanh":
         return activate_grad(x * g + b, ACT)
-    elif _compiled():
+    elif compiled():
         # with h = z / 2 and t = tanh(h): s(z) = (1 + t) / 2, so act'(z) = (1 + t + h (1 - t^2)) / 2
         h = x * (0.5 * g) + 0.5 * b
         t = _approximate(h, "tanh.approx.f32")

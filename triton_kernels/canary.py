@@ -98,14 +98,10 @@ def _after_crash(family: str, why: str) -> str:
     return f"{name} crash with Triton {triton.__version__} ({why}){advice}"
 
 
+@torch.inference_mode(False)
 def wrong(device: torch.device, conv: tuple | None, wgrad: tuple | None) -> str | None:
     """What is wrong with a convolution or its gradients by kernels of these configurations, if
     anything is."""
-    with torch.inference_mode(False):
-        return _wrong(device, conv, wgrad)
-
-
-def _wrong(device: torch.device, conv: tuple | None, wgrad: tuple | None) -> str | None:
     # in 16 bits; Triton's interpreter, which a CPU stands for, computes bfloat16 wrongly
     x, dy, weight, bias = given(torch.bfloat16 if device.type == "cuda" else torch.float16)
     exact = expected(x, dy, weight, bias)

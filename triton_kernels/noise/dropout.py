@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activations import compiled
 from ..runtime.layout import check_nhwc
 from ..runtime.library import derivative, once_differentiable, op
 from .philox import BLOCK, DROPOUT, check_rng, philox_words
@@ -84,16 +85,11 @@ def spread_bits(four):
     ) != 0
 
 
-@triton.constexpr_function
-def _is_compiled() -> bool:
-    return not triton.knobs.runtime.interpret
-
-
 @triton.jit
 def _once(x):
     """x, of which the compiler may not compute a second one: where two stores want it in different
     threads, it would draw twice rather than move bits between them."""
-    if _is_compiled():
+    if compiled():
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
     else:
         return x
