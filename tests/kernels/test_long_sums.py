@@ -213,8 +213,8 @@ def test_parts_of_several(share, monkeypatch):
             tiles = group_wgrad.tiles(spec, H100)
             for tile in tiles:
                 wgrad_group._run(group, False, tile, True, share)
-                blocks = group_wgrad.count_blocks(spec, tile)
-                steps = group_wgrad.pixel_tiles(spec.convs[0], tile)
+                blocks = group_wgrad.count_blocks(spec)
+                steps = group_wgrad.count_tiles(spec)
                 piece = -(-blocks * steps // seen[-1]) * 256
                 assert piece / 16 <= MOST_PRODUCTS + 256 / 16
                 assert blocks <= seen[-1] <= blocks * steps

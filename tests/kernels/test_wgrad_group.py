@@ -219,7 +219,7 @@ class TestGpu:
         [
             pytest.param(name, tile, id=f"{name}-{tuple(tile)}")
             for name, group in LARGE.items()
-            for tile in group_wgrad.ROWS
+            for tile in group_wgrad.TILES
         ],
     )
     def test_one_launch(self, name, tile: Tile, accumulate, device, monkeypatch):

@@ -117,7 +117,7 @@ def _run(
         _run_rows(group, accumulate, pieces, plan.splits, whole)
     else:
         programs = group_wgrad.programs(spec, gpu, plan, share)
-        blocks = group_wgrad.count_blocks(spec, plan)
+        blocks = group_wgrad.count_blocks(spec)
         _run_rows(group, accumulate, programs, programs // blocks * (programs % blocks == 0))
 
 

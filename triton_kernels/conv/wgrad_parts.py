@@ -11,6 +11,7 @@ from torch import Tensor
 from ..runtime.dependent_launch import await_inputs, overlapping
 
 MOST = 4  # gradients in one launch
+LISTED = 4  # numbers of parts of a tile, those with the fewest steps one after the other
 
 
 def filled(values: Sequence[Any], count: int, other: Any = 0) -> list:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...hopper.descriptors import SUPPORTED, missing
 from ...reductions.column_sum import num_splits
 from ...registry.kernel import Kernel, configures
-from ...registry.spec import ConvSpec, WeightGradsSpec
+from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
 from ..configs import fewest_of
 from ..wgrad_parts import MOST, channels_of, filled
@@ -34,79 +34,67 @@ class Gradient(NamedTuple):
 
 @configures("group_wgrad")
 class Tile(NamedTuple):
-    """What one program adds up: channels of dy and of x, in blocks of 64, and pixels a step, too.
-    Of 3x3 filters a block each and 256 pixels."""
+    """How the list of tiles of 64x64 channels and 256 pixels is divided among programs."""
 
-    co_blocks: int
-    ci_blocks: int
-    steps: int
-    stages: int
-    programs: int  # a multiprocessor
-    even: int  # 0: a program wherever there is room; 1: as many for each block, so that none has
-    # parts of two; 2: half as many for each, which write half as many parts
+    # 0: a program wherever there is room; 1: as many for each block, so that none has parts of two;
+    # 2: half as many for each, which write half as many parts
+    even: int
 
 
-ROWS = tuple(Tile(1, 1, 4, row_wgrad.STAGES, 1, even) for even in (0, 1, 2))
+TILES = (Tile(0), Tile(1), Tile(2))
 
 
 def refuse_group(spec: WeightGradsSpec, gpu: Device) -> str | None:
     """Why no launch does these together, or None."""
     first = spec.convs[0]
-    if not 1 < len(spec.convs) <= MOST:
-        return f"{len(spec.convs)} gradients; it does 2 to {MOST}"
+    if len(spec.convs) > MOST:
+        return f"{len(spec.convs)} gradients; it does up to {MOST}"
     if first.n == 0:
         return "there are no images"
     for conv in spec.convs:
         if reason := missing(gpu, conv.itemsize):
             return reason
-        if (conv.n, conv.h, conv.w, conv.r, conv.s) != (
-            first.n, first.h, first.w, first.r, first.s,
-        ):  # fmt: skip
+        if (conv.pixels, conv.r, conv.s) != (first.pixels, first.r, first.s):
             return "images or filters are not of one size"
         if conv.of_filters != (conv.c, conv.k):
             return "x or dy have more channels than the filters"
     return None
 
 
-def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
-    """Why no launch does all of them, or None."""
-    first = spec.convs[0]
-    if (first.r, first.s) != (3, 3):
-        return f"it does 3x3 filters, not {first.r}x{first.s}"
-    if reason := refuse_group(spec, gpu):
-        return reason
-    for conv in spec.convs:
-        if odd := [c for c in (conv.c, conv.k) if c % 64]:
-            return f"{odd[0]} channels are no multiple of 64"
-        if reason := row_wgrad.refuse_rows(conv, gpu):
-            return reason
-    return None
+def refuse(spec: WeightGradsSpec, gpu: Device, whole: bool = True) -> str | None:
+    """Why no launch does all of them, or None; `whole` as in `row_wgrad.refuse_rows`."""
+    each = (row_wgrad.refuse_rows(conv, gpu, whole=whole) for conv in spec.convs)
+    return refuse_group(spec, gpu) or next(filter(None, each), None)
 
 
-def tiles(spec: WeightGradsSpec, gpu: Device) -> list[Tile]:
+def tiles(spec: WeightGradsSpec, gpu: Device) -> tuple[Tile, ...]:
     """Those with which a launch can do all of them."""
-    return [t for t in ROWS if count_blocks(spec, t) <= _slots(gpu, t) and _filled(spec, t)]
+    return TILES if count_blocks(spec) <= gpu.num_sms else ()
 
 
 def programs(spec: WeightGradsSpec, gpu: Device, tile: Tile, share: float = 1.0) -> int:
-    """As many as fit on the GPU at a time, or on a share of it that has one for each block of
-    channels; each of them has something to do. More if pieces were too long (`long_sums`)."""
-    first = spec.convs[0]
-    slots, blocks = _slots(gpu, tile), count_blocks(spec, tile)
+    """One a multiprocessor, or on a share of them that has one for each block of channels; each of
+    them has something to do. More if pieces were too long (`long_sums`)."""
+    slots, blocks = gpu.num_sms, count_blocks(spec)
     if blocks <= int(share * slots):
         slots = int(share * slots)
     if tile.even:
         slots = max(1, slots // blocks // tile.even) * blocks
-    steps = pixel_tiles(first, tile)
-    fewest = fewest_of(first)
+    steps, fewest = count_tiles(spec), fewest_of(spec.convs[0])
     if slots < blocks * fewest:
-        slots = blocks * num_splits(blocks, steps, _slots(gpu, tile), fewest)
+        slots = blocks * num_splits(blocks, steps, gpu.num_sms, fewest)
     return min(slots, blocks * steps)
 
 
-def pixel_tiles(conv: ConvSpec, tile: Tile) -> int:
-    """Steps in the sum of one block of channels."""
-    return math.prod(row_wgrad.tiles_of(conv.n, conv.h, conv.w))
+def count_blocks(spec: WeightGradsSpec) -> int:
+    """Blocks of 64x64 channels, of all gradients."""
+    return sum(row_wgrad.blocks_of(conv.c, conv.k) for conv in spec.convs)
+
+
+def count_tiles(spec: WeightGradsSpec) -> int:
+    """Steps in the sum of one of them."""
+    first = spec.convs[0]
+    return math.prod(row_wgrad.tiles_of(first.n, first.h, first.w))
 
 
 def launch_rows(
@@ -150,22 +138,6 @@ def launch_rows(
         num_warps=4,
         maxnreg=128,
     )
-
-
-def _slots(gpu: Device, tile: Tile) -> int:
-    return gpu.num_sms * tile.programs
-
-
-def count_blocks(spec: WeightGradsSpec, tile: Tile) -> int:
-    """Of as many channels as a program has."""
-    co, ci = 64 * tile.co_blocks, 64 * tile.ci_blocks
-    return sum(-(-conv.c // co) * -(-conv.k // ci) for conv in spec.convs)
-
-
-def _filled(spec: WeightGradsSpec, tile: Tile) -> bool:
-    """Whether at least half of the channels of these blocks are there."""
-    used = sum(conv.c * conv.k for conv in spec.convs) // 64**2
-    return 2 * used >= count_blocks(spec, tile) * tile.co_blocks * tile.ci_blocks
 
 
 KERNEL = Kernel("group_wgrad", Tile, refuse, tiles)

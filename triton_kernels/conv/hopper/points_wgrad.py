@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes, missing
+from ...hopper.descriptors import SUPPORTED, in_boxes
 from ...registry.cost import CACHE, Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
 from ..configs import fewest_of
-from ..wgrad_parts import MOST, channels_of, filled
+from ..wgrad_parts import LISTED, MOST, channels_of, filled
+from .group_wgrad import refuse_group
 
 if SUPPORTED:
     from .points_wgrad_kernel import conv_points_wgrad_kernel
@@ -69,26 +70,16 @@ TILES = (
     Points(1, 1, 128, 1, 1, 4, 2, swapped=1),
     Points(1, 1, 64, 1, 2, 3, 2),
 )
-_LISTED = 4  # numbers of parts of a tile, those with the fewest steps
 _PART = 8  # steps of 64 pixels that writing a part and adding it up takes about
 
 
 def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
     """Why no launch does all of them, or None."""
-    first = spec.convs[0]
-    if not 1 <= len(spec.convs) <= MOST:
-        return f"{len(spec.convs)} gradients; it does 1 to {MOST}"
-    if first.n == 0:
-        return "there are no images"
+    if reason := refuse_group(spec, gpu):
+        return reason
     for conv in spec.convs:
-        if reason := missing(gpu, conv.itemsize):
-            return reason
         if not conv.pointwise:
             return f"it does 1x1 filters without padding, not {conv.moved}"
-        if conv.pixels != first.pixels:
-            return "images are not of one size"
-        if conv.of_filters != (conv.c, conv.k):
-            return "x or dy have more channels than the filters"
         if odd := [c for c in (conv.c, conv.k) if c % 8]:
             return f"{odd[0]} channels are no multiple of 8"
         if not conv.aligned:
@@ -106,7 +97,7 @@ def configs(spec: WeightGradsSpec, gpu: Device) -> list[Points]:
         tiles = pixel_tiles(spec, tile)
         numbers = [tile._replace(splits=s) for s in range(fewest, min(tiles, 64) + 1)]
         numbers.append(tile._replace(splits=0))
-        found += sorted(numbers, key=lambda t: _steps(spec, gpu, t))[:_LISTED]
+        found += sorted(numbers, key=lambda t: _steps(spec, gpu, t))[:LISTED]
     return found
 
 

@@ -9,6 +9,7 @@ the rest is cut.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 from ...registry import cost
@@ -16,11 +17,11 @@ from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
+from ..wgrad_parts import LISTED
 from . import row_wgrad
-from .group_wgrad import refuse_group
+from .group_wgrad import count_blocks, count_tiles, refuse
 
 NUMBERS = 9 * 64 * 64  # of a block
-_LISTED = 4  # numbers of parts, those with the fewest steps
 
 
 @configures("rounds_wgrad")
@@ -31,23 +32,17 @@ class Rounds(NamedTuple):
     splits: int
 
 
-def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
-    """Why no launch does all of them, or None."""
-    each = (row_wgrad.refuse_rows(conv, gpu, whole=False) for conv in spec.convs)
-    return refuse_group(spec, gpu) or next(filter(None, each), None)
-
-
 def configs(spec: WeightGradsSpec, gpu: Device) -> list[Rounds]:
     """Those with the fewest steps one after the other."""
-    tiles, fewest = _tiles(spec), row_wgrad.fewest_splits(spec.convs[0])
+    tiles, fewest = count_tiles(spec), row_wgrad.fewest_splits(spec.convs[0])
     numbers = range(fewest, tiles + 1)
     best = sorted(numbers, key=lambda splits: _steps(spec, gpu, Rounds(splits)))
-    return [Rounds(splits) for splits in best[:_LISTED]]
+    return [Rounds(splits) for splits in best[:LISTED]]
 
 
 def whole_blocks(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> int:
     """How many are not cut: all, whole rounds, or none if a sum is too long for one part."""
-    blocks = _blocks(spec)
+    blocks = count_blocks(spec)
     if config.splits == 1:
         return blocks
     if row_wgrad.fewest_splits(spec.convs[0]) > 1:
@@ -57,7 +52,7 @@ def whole_blocks(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> int:
 
 def cut_blocks(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> int:
     """How many are."""
-    return _blocks(spec) - whole_blocks(spec, gpu, config)
+    return count_blocks(spec) - whole_blocks(spec, gpu, config)
 
 
 def model(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> float | None:
@@ -87,19 +82,10 @@ def _work(spec: WeightGradsSpec, blocks: int, splits: int) -> Work:
 
 def _steps(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> float:
     """Tiles of pixels one after the other, of whole rounds and of parts."""
-    tiles, splits = _tiles(spec), config.splits
+    tiles, splits = count_tiles(spec), config.splits
     rounds = math.ceil(whole_blocks(spec, gpu, config) / gpu.num_sms)
     parts = math.ceil(cut_blocks(spec, gpu, config) * splits / gpu.num_sms)
     return rounds * tiles + parts * (math.ceil(tiles / splits) + row_wgrad.PART * (splits > 1))
 
 
-def _tiles(spec: WeightGradsSpec) -> int:
-    first = spec.convs[0]
-    return math.prod(row_wgrad.tiles_of(first.n, first.h, first.w))
-
-
-def _blocks(spec: WeightGradsSpec) -> int:
-    return sum(row_wgrad.blocks_of(conv.c, conv.k) for conv in spec.convs)
-
-
-KERNEL = Kernel("rounds_wgrad", Rounds, refuse, configs, alike=model)
+KERNEL = Kernel("rounds_wgrad", Rounds, partial(refuse, whole=False), configs, alike=model)
