@@ -23,7 +23,7 @@ from ..hopper.descriptors import SUPPORTED, in_boxes, missing
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
-from ..runtime.hardware import BOX_SIDE
+from ..runtime.hardware import BOX_SIDE, VECTOR
 from ..runtime.layout import is_aligned
 from .operands import BwdOperands, FwdOperands
 from .tiles import block_d
@@ -34,7 +34,7 @@ if SUPPORTED:
     from .hopper_kernels import attention_bwd_head_kernel, attention_fwd_head_kernel
 
 _HEAD_DIMS = (16, 32, 64)
-_WORD = 8  # channels in the 16 bytes of which strides of TMA are multiples
+_WORD = VECTOR // 2  # channels of which strides of TMA are multiples
 _MOST_DQ = 256 * 32  # numbers of dq in the registers of a warpgroup; two have twice as many
 
 

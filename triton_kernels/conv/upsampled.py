@@ -24,9 +24,8 @@ from ..runtime.device import Device, describe
 from .fused import conv_input_grad
 from .hopper import upsampled as gluon_upsampled
 from .hopper.tile_mma import cut
-from .upsampled_filters import UpsampledFilters
+from .upsampled_filters import BLOCK_C, UpsampledFilters
 
-_BLOCK = 64  # channels of a program that joins sums
 # Forward alone it is faster at 16 images, and with fewer not measured. A step makes the filters
 # anew: of 32 images it took 4.11 ms in place of 4.15, of 128 12.56 in place of 12.88.
 _FEWEST_IMAGES, _FEWEST_IN_STEP = 16, 32
@@ -260,7 +259,7 @@ def _join(first: Tensor, second: Tensor) -> Tensor:
     (n, k1, _, c1), (_, k2, _, c2) = first.shape, second.shape
     out = _empty((n, 1, 2, c1 + c2), dtype=torch.float32, device=first.device)
     blocks = triton.next_power_of_2(k1), triton.next_power_of_2(k2)
-    _join_kernel[(n, 2, triton.cdiv(c1 + c2, _BLOCK))](
-        first, second, out, c1 + c2, c1, k1, k2, *blocks, BLOCK=_BLOCK
+    _join_kernel[(n, 2, triton.cdiv(c1 + c2, BLOCK_C))](
+        first, second, out, c1 + c2, c1, k1, k2, *blocks, BLOCK=BLOCK_C
     )
     return out

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 64  # channels of a program
+BLOCK_C = 64  # channels of a program
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -63,7 +63,7 @@ def upsampled_filters(
     assert weight.permute(0, 2, 3, 1).is_contiguous(), weight.stride()
     summed = _empty((16, co, channels), dtype=dtype, device=weight.device)
     others = _empty((co, 3, 3, ci - channels), dtype=dtype, device=weight.device)
-    _sum_taps_kernel[(co, triton.cdiv(ci, _BLOCK))](
-        weight, summed, others, co, ci, channels, BLOCK=_BLOCK
+    _sum_taps_kernel[(co, triton.cdiv(ci, BLOCK_C))](
+        weight, summed, others, co, ci, channels, BLOCK=BLOCK_C
     )
     return UpsampledFilters(summed, others.permute(0, 3, 1, 2))

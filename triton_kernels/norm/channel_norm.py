@@ -22,7 +22,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import MOST_CHANNELS, ChannelNormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
-from ..runtime.hardware import SECTOR, WARP
+from ..runtime.hardware import SECTOR, VECTOR, WARP
 from ..runtime.layout import check_affine, check_nhwc
 from ..runtime.library import derivative, once_differentiable, op
 from .channel_norm_kernels import channel_norm_bwd_kernel, channel_norm_fwd_kernel
@@ -45,7 +45,7 @@ class WholeRows(NamedTuple):
     num_warps: int
 
 
-_LANE = 4  # numbers of a block: 16 bytes of float32, so tensors of any type are read in one way
+_LANE = VECTOR // 4  # numbers of a block, of float32: so tensors of any type are read in one way
 _MOST_WARPS = 16
 
 

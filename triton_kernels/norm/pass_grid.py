@@ -11,6 +11,10 @@ from typing import NamedTuple
 import triton
 
 from ..runtime.device import Device
+from ..runtime.hardware import REGISTERS
+
+# Numbers that one program keeps in registers: a quarter of them, beside what it computes with
+MOST_HELD = REGISTERS // 4
 
 
 class PassConfig(NamedTuple):

@@ -21,11 +21,11 @@ from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.hardware import REGISTERS
 from ..runtime.layout import check_nhwc, check_second, row_stride
+from .pass_grid import MOST_HELD
 from .single_cta_kernels import norm_single_cta_kernel
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_MAX_ELEMENTS = 16384  # of a group: 32 numbers a thread of 16 warps
 _PER_WARP, _MIN_WARPS = 1024, 4  # elements
 _PROGRAMS = 2  # a multiprocessor: if there were more, a program has several groups
 _MANY_TILES = 8  # whose sums are as many bytes as the pixels that a program reads
@@ -44,7 +44,7 @@ def _lanes(spec: NormSpec) -> int:
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
     lanes = _lanes(spec)
-    return f"a group has {lanes} lanes of registers" if lanes > _MAX_ELEMENTS else None
+    return f"a group has {lanes} lanes of registers" if lanes > MOST_HELD else None
 
 
 def _apart(spec: NormSpec, gpu: Device) -> str | None:

@@ -23,6 +23,7 @@ from ..runtime.device import Device
 from ..runtime.hardware import SECTOR, WARP
 from .coefficients import affine, coefficients, normalised_and_dz
 from .multi_pass import Halves, Params, empty_like, row_strides, spec_of
+from .pass_grid import MOST_HELD
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -35,7 +36,6 @@ class SingleProgram(NamedTuple):
     num_warps: int
 
 
-_MAX_TILE = 16384  # elements of a program
 _GOOD_TILE = 8192  # twice as large was a fifth slower
 _ROW_CHANNELS = 20  # of a program, if the groups and the image allow
 _ELEMENTS = 64  # of a thread: fewer warps meet sooner at a barrier, and more programs fit
@@ -215,7 +215,7 @@ def _groups_of_a_program(hw: int, c: int, num_groups: int, element_size: int) ->
     fitting = []
     for groups in range(1, num_groups + 1):
         tile = triton.next_power_of_2(hw) * triton.next_power_of_2(groups * cg)
-        if num_groups % groups == 0 and tile <= _MAX_TILE:
+        if num_groups % groups == 0 and tile <= MOST_HELD:
             fitting.append((groups, groups * cg, tile))
     wide = [(g, tile) for g, row, tile in fitting if row >= _ROW_CHANNELS]
     aligned = [g for g, tile in wide if tile <= _GOOD_TILE and g * cg * element_size % 16 == 0]
@@ -261,7 +261,7 @@ def _configs(spec: NormSpec, gpu: Device) -> list[SingleProgram]:
         tile = block_p * block_c
         row = groups * spec.c // spec.groups * spec.itemsize
         whole = spec.groups % groups == 0 and (row >= SECTOR or groups == spec.groups)
-        if whole and 1024 <= tile <= _MAX_TILE:
+        if whole and 1024 <= tile <= MOST_HELD:
             warps = [w for w in (1, 2, 4, 8, 16) if 16 <= tile // (WARP * w) <= _ELEMENTS]
             found += [SingleProgram(groups, w) for w in warps]
     return found

@@ -28,8 +28,7 @@ _PIXELS = 256  # of a tile
 STAGES = 2  # of pixels
 _STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
 WIDTHS = (64, 32, 16, 8)  # of whole rows
-_PIECES = (64, 32, 16)  # pixels of other rows that are multiplied together
-_NARROW_WIDTHS = (64, 32, 16)
+_PIECES = (64, 32, 16)  # pixels of other rows that are multiplied together, or of 16 channels
 PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
 
 
@@ -78,7 +77,7 @@ def refuse_rows(
     if not whole:
         few = min(channels)
         return f"{few} channels are less than a block of 64" if few < 64 else None
-    widths = _NARROW_WIDTHS if narrow else WIDTHS
+    widths = _PIECES if narrow else WIDTHS
     if spec.w not in widths:
         return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
     rows = _PIXELS // (piece_of_row(spec.w) * images_of_row(spec.w))
