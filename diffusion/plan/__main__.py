@@ -57,7 +57,7 @@ from .inference1d import real_time_plan
 from .launch.table import Kernels
 from .printed.call import call_memory
 from .printed.evaluation import evaluation_memory
-from .printed.memory import StepMemory
+from .printed.memory import STEP, Memory
 from .printed.page import Page, page
 from .printed.step import step_page
 from .printed.text import modules, table
@@ -257,7 +257,8 @@ def main(arguments: list[str]) -> None:
             raise
         what = " ".join(f"{name}={given[name]}" for name in ("batch", "size") if given[name])
         raise ConfigError(f"memory does not suffice for {what}; take less") from error
-    if given["recompute"] == "true" and not isinstance(found.memory, StepMemory):
+    of_step = isinstance(found.memory, Memory) and found.memory.of == STEP
+    if given["recompute"] == "true" and not of_step:
         raise ConfigError("recompute=true is for mode=train of a UNet of images")
     try:
         print(table(found, given["node"]))

@@ -18,9 +18,8 @@ from diffusion.models.unet import UNet
 from diffusion.plan.__main__ import _plan as plan_of, example
 from diffusion.plan.inference import InferenceUNet
 from diffusion.plan.inference1d import InferenceUNet1d
-from diffusion.plan.printed.call import CallMemory, call_memory
-from diffusion.plan.printed.evaluation import EvaluationMemory
-from diffusion.plan.printed.memory import Allocations, StepMemory
+from diffusion.plan.printed.call import call_memory
+from diffusion.plan.printed.memory import Allocations, Memory
 from diffusion.plan.printed.step import step_page
 from diffusion.runtime.distributed import Processes
 from tests.plan.networks import network
@@ -56,7 +55,7 @@ def unwritten(model: str, precision: str, size: int) -> UNet:
 
 def paged(
     model: str, precision: str, batch: int, size: int, gpu: Chip, recompute: bool = False
-) -> StepMemory:
+) -> Memory:
     x = torch.empty(batch, size, size, 3)
     with standing_for(gpu.gpu):
         network = unwritten(model, precision, size)
@@ -74,7 +73,7 @@ def counted(model: str, precision: str, batch: int, size: int) -> int:
     return found.peak - IMAGES * size * size * 3
 
 
-def called(name: str, low: bool) -> tuple[CallMemory, int]:
+def called(name: str, low: bool) -> tuple[Memory, int]:
     """What is said of a call of an accelerated network, and what both its passes have made."""
     module, (x, *args), kwargs = network(name)
     h200, parameters = chip("h200"), list(module.parameters())
@@ -93,7 +92,7 @@ def called(name: str, low: bool) -> tuple[CallMemory, int]:
 
 def evaluated(
     gpu: Chip, device: torch.device, model: str, batch: int, size: str, precision: str
-) -> tuple[EvaluationMemory, Callable[[], Callable[[], Tensor]]]:
+) -> tuple[Memory, Callable[[], Callable[[], Tensor]]]:
     """What is said of an evaluation, and what makes a sampler, which gives what evaluates."""
     network, (x, t, *given), _ = example(model, batch, size, precision)
     made, _, ops, memory_of = plan_of(network.eval(), (x, t, *given), {}, False, gpu)
@@ -108,7 +107,7 @@ def evaluated(
     return memory_of(made, gpu, ops), sampler
 
 
-def sampled(*evaluation: Any) -> tuple[EvaluationMemory, int]:
+def sampled(*evaluation: Any) -> tuple[Memory, int]:
     """What is said of an evaluation, and what there is at the peak of a sampler's second one beside
     the network."""
     h200 = chip("h200")

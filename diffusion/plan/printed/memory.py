@@ -1,4 +1,4 @@
-"""The memory of a training step, and how it is counted: in a dry run.
+"""The memory of what a plan runs, and how it is counted: in a dry run.
 
 A plan knows the sizes and lives of its values (`streams.alive`), but not what a launcher makes for
 itself, such as parts of sums, nor the rows that `RowSums` keeps. A dry run makes all of these, with
@@ -18,31 +18,29 @@ from torch.utils._pytree import tree_leaves
 _BLOCK = 512
 
 
-class StepMemory(NamedTuple):
-    """Bytes at the peak of a training step, by what they are for. Beside these are the data set, if
-    the GPU holds it, further averages of the weights, and the loss's own tensors."""
+STEP = "a step"
+# what is counted of several, in words
+ACTIVATIONS = "activations and their gradients"
+ROWS = "rows that are summed to gradients of norms and biases"
+LAUNCHES = "what launches need for themselves, such as parts of sums"
 
-    state: int  # parameters, their gradients and 16-bit copy, the optimizer's moments, the EMA
-    activations: int  # and gradients of activations: the values of the plan
-    rows: int  # that `RowSums` keeps from step to step
-    images: int  # noised; what the network makes of them, and the gradient of that
-    launches: int  # what launchers make for themselves, and the embedding's layers
+
+class Memory(NamedTuple):
+    """Bytes at the peak of what a plan runs."""
+
+    of: str
+    beside: str  # what is there as well and not counted
+    parts: dict[str, int]  # by what they are for
     at: str  # what is made then
 
     @property
     def total(self) -> int:
-        return self.state + self.activations + self.rows + self.images + self.launches
+        return sum(self.parts.values())
 
     def __str__(self) -> str:
-        megabytes = (f"{bytes_ / 1e6:,.0f} MB" for bytes_ in (self.total, *self[:5]))
-        total, state, activations, rows, images, launches = megabytes
-        return (
-            f"memory: {total} at the peak of a step ({self.at}), beside the data set if the GPU"
-            f" holds it: {state} of parameters, gradients and the optimizer's state;"
-            f" {activations} of activations and their gradients; {rows} of rows that are summed to"
-            f" gradients of norms and biases; {images} of noised images, the output and its"
-            f" gradient; {launches} of what launches need for themselves, such as parts of sums"
-        )
+        said = (f"{size / 1e6:,.0f} MB of {what}" for what, size in self.parts.items() if size)
+        total = f"{self.total / 1e6:,.0f} MB at the peak of {self.of} ({self.at})"
+        return f"memory: {total}, beside {self.beside}: {'; '.join(said)}"
 
 
 class Allocations(TorchDispatchMode):
@@ -57,6 +55,7 @@ class Allocations(TorchDispatchMode):
         self._made, self._now = 0, 0
         self.peak = 0
         self._at_peak: dict[int, int] = {}
+        self._behind: list[tuple[int, str]] = []  # the peak so far, behind what has been made
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -85,6 +84,20 @@ class Allocations(TorchDispatchMode):
     def _freed(self, key: int, number: int) -> None:
         del self._numbers[key]
         self._now -= self._sizes.pop(number)
+
+    def forget(self) -> None:
+        """Begin again, with what is there."""
+        self.peak = self._now
+        self._behind.clear()
+
+    def has_made(self, name: str) -> None:
+        """For `at`."""
+        self._behind.append((self.peak, name))
+
+    @property
+    def at(self) -> str:
+        """What was made at the peak."""
+        return next((name for peak, name in self._behind if peak == self.peak), "its end")
 
     @property
     def now(self) -> int:

@@ -15,11 +15,10 @@ from ..graph import Node, Value
 from ..launch.table import Kernels
 from ..moves import Move
 from ..ops import WEIGHT_GRADS
-from .call import CallMemory, call_memory
-from .evaluation import EvaluationMemory
+from .call import call_memory
 from .flops import flops_of
 from .kernels import Launched, is_interpreted, launched
-from .memory import StepMemory
+from .memory import Memory
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Page:
     """All lines in their order, and what is said under them."""
 
     lines: list[Line]
-    memory: StepMemory | CallMemory | EvaluationMemory | str  # a sentence, where none is counted
+    memory: Memory | str  # a sentence, where none is counted
     gpu: Device
 
 
@@ -135,7 +134,7 @@ def page(
     plan: Plan,
     gpu: Chip,
     ops: Kernels = fused_ops,
-    memory_of: Callable[[Plan, Chip, Kernels], CallMemory | EvaluationMemory] = call_memory,
+    memory_of: Callable[[Plan, Chip, Kernels], Memory] = call_memory,
 ) -> Page:
     """All of a plan that `accelerate` runs, or of one that samples, with its own `memory_of`."""
     interpreted = f"memory: {plan.schedule.peak / 1e6:,.0f} MB of activations at the peak"

@@ -18,7 +18,7 @@ from ..moves import Move
 from ..step.network import TrainingUNet, step_kernels
 from ..step.plan import StepPlan
 from .kernels import Launched, Notes, is_interpreted, noting
-from .memory import Allocations, StepMemory
+from .memory import ACTIVATIONS, LAUNCHES, ROWS, STEP, Allocations, Memory
 from .page import Page, Writer
 
 _EMBEDDING = 3  # its stream, on the page
@@ -57,17 +57,16 @@ def _memory(
     network: TrainingUNet,  # which has made a step
     x: Tensor,  # [N, H, W, CI], in the precision of the arithmetic
     labels: Given,
-) -> StepMemory:
+) -> Memory:
     """What a step takes at its peak, by another one in which every tensor is counted."""
     values: set[int] = set()  # of the plan
-    behind: list[tuple[int, str]] = []  # the peak so far behind moves, and what these have made
     t, rng = torch.zeros(len(x), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with Allocations() as counted:
 
         def watch(move: Move, made: dict[Value, Tensor]) -> None:
             values.update(counted.numbers(made.values()))
             if move.nodes:
-                behind.append((counted.peak, move.nodes[0].out.name))
+                counted.has_made(move.nodes[0].out.name)
 
         network.watch = watch
         network.forget_gradients()
@@ -77,14 +76,14 @@ def _memory(
         ends = counted.numbers((noised, y, dy))
         y.backward(dy)
     network.watch = None
-    return StepMemory(
-        state=network.flat.nbytes,
-        activations=counted.at_peak(values - ends),
-        rows=network.sums.nbytes,
-        images=counted.at_peak(ends),
-        launches=counted.peak - counted.at_peak(values | ends),
-        at=next((name for peak, name in behind if peak == counted.peak), "its end"),
-    )
+    parts = {
+        "parameters, gradients and the optimizer's state": network.flat.nbytes,
+        ACTIVATIONS: counted.at_peak(values - ends),
+        ROWS: network.sums.nbytes,
+        "noised images, the output and its gradient": counted.at_peak(ends),
+        LAUNCHES: counted.peak - counted.at_peak(values | ends),
+    }
+    return Memory(STEP, "the data set if the GPU holds it", parts, counted.at)
 
 
 class _Step:
