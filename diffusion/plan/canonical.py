@@ -3,8 +3,8 @@
 - Common subexpressions are merged, unused nodes are removed, and nodes without inputs are computed
   now.
 - What is detached and only computes something else that is detached is detached once, at the end.
-- Norms over channels and activations that a module writes itself become one node
-  (`norms_by_hand`, `activations_by_hand`), and so do gated products (`gates`).
+- Norms over channels, activations and gated products that a module writes itself become one node
+  (`norms_by_hand`, `products_by_hand`).
 - A norm and the following activation become one node, with the embedding's scale and shift (FiLM).
 - Numbers that a product is multiplied with go into filters that a norm makes (`factors`).
 - The scale of attention is the usual one where a norm over channels that makes its queries can have
@@ -17,12 +17,11 @@
 
 import torch
 
-from .activations_by_hand import find_activations
 from .factors import fold_factors
-from .gates import find_gates
 from .graph import Graph, Makers, Node, Value
 from .launch.table import launch_reference
 from .norms_by_hand import find_norms
+from .products_by_hand import find_activations, find_gates
 
 
 def canonicalise(graph: Graph) -> None:

@@ -61,16 +61,9 @@ def _cost(spec: AttentionSpec, gpu: Device, config: SplitPositions) -> float:
 
 
 _KEY = ("t", "d", "dtype")
-LINEAR_ATTENTION = Op(
-    "linear_attention",
-    _KEY,
-    (Kernel("split_positions", SplitPositions, _refuse, _configs, _cost),),
-)
-LINEAR_ATTENTION_GRAD = Op(
-    "linear_attention_bwd",
-    _KEY,
-    (Kernel("split_positions", SplitPositions, _refuse, _configs, _cost),),
-)
+_KERNELS = (Kernel("split_positions", SplitPositions, _refuse, _configs, _cost),)
+LINEAR_ATTENTION = Op("linear_attention", _KEY, _KERNELS)
+LINEAR_ATTENTION_GRAD = Op("linear_attention_bwd", _KEY, _KERNELS)
 
 
 class _Cut(NamedTuple):

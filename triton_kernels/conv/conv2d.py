@@ -93,14 +93,6 @@ def _conv2d_wgrad(
     return dweight.as_strided(weight.shape, weight.stride())
 
 
-def _conv2d_bgrad(dy: Tensor, bias: Tensor) -> Tensor:  # [N, P, Q, CO] -> like bias
-    dbias = _empty(tuple(bias.shape), dtype=bias.dtype, device=dy.device)
-    if dy.numel() == 0:
-        return dbias.zero_()
-    column_sum(dy, dbias)
-    return dbias
-
-
 # --- the op --------------------------------------------------------------------------------------
 
 
@@ -156,8 +148,12 @@ def _backward_weight(
 
 
 @op("conv2d_backward_bias", lambda dy, bias: bias.new_empty(bias.shape))
-def _backward_bias(dy: Tensor, bias: Tensor) -> Tensor:
-    return _conv2d_bgrad(dy, bias)
+def _backward_bias(dy: Tensor, bias: Tensor) -> Tensor:  # [N, P, Q, CO] -> like bias
+    dbias = _empty(tuple(bias.shape), dtype=bias.dtype, device=dy.device)
+    if dy.numel() == 0:
+        return dbias.zero_()
+    column_sum(dy, dbias)
+    return dbias
 
 
 @derivative(of=_conv2d)

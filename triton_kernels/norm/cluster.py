@@ -32,7 +32,7 @@ from ..registry.cost import of_passes
 from ..registry.kernel import Kernel, configures
 from ..registry.spec import NormSpec
 from ..runtime.device import Device, describe
-from ..runtime.hardware import WARP, thread_registers
+from ..runtime.hardware import THREAD_REGISTERS, WARP, thread_registers
 from .multi_pass import Halves, Params, empty_like, extent, row_strides
 
 if SUPPORTED:
@@ -61,7 +61,7 @@ _LEAST_BYTES = 16 * 1024
 _MULTIPROCESSOR_BYTES = 220 * 1024  # of shared memory, less some for sums
 # of an image that a thread block keeps: two to a multiprocessor
 _MOST_BYTES = _MULTIPROCESSOR_BYTES // 2
-_LEAST_REGISTERS, _MOST_REGISTERS = 64, 248  # of a thread
+_LEAST_REGISTERS = 64  # of a thread
 _MOST_PARTS = 8
 _MOST_CONFIGS = 6
 _ROUNDS = (1, 2, 3, 6)
@@ -86,7 +86,7 @@ def _launch(config: ClusterConfig, hw: int, tensors: int) -> dict[str, int]:
     """No more registers than let as many thread blocks on a multiprocessor as its memory does."""
     resident = _MULTIPROCESSOR_BYTES // _bytes(config, hw, tensors)
     registers = thread_registers(WARP * config.num_warps * resident)
-    registers = min(max(registers, _LEAST_REGISTERS), _MOST_REGISTERS)
+    registers = min(max(registers, _LEAST_REGISTERS), THREAD_REGISTERS // 8 * 8)
     return {"num_warps": config.num_warps, "num_ctas": config.ctas, "maxnreg": registers}
 
 

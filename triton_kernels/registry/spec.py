@@ -74,6 +74,11 @@ class Spec:
         """The terms of an epilogue that there are, of `TERMS`."""
         return ()
 
+    @property
+    def flops(self) -> int:
+        """Of its products: norms have none."""
+        return 0
+
 
 @dataclass(frozen=True)
 class ConvSpec(Spec):
@@ -296,11 +301,6 @@ class NormSpec(Spec):
         return self.n * self.pixels * self.c
 
     @property
-    def flops(self) -> int:
-        """None are products."""
-        return 0
-
-    @property
     def bytes(self) -> int:
         """x and the result; backward also the gradient that comes."""
         return (3 if self.grad else 2) * self.elements * self.itemsize
@@ -326,11 +326,6 @@ class ChannelNormSpec(Spec):
     def elements(self) -> int:
         """Of x."""
         return self.n * self.pixels * self.c
-
-    @property
-    def flops(self) -> int:
-        """None are products."""
-        return 0
 
     @property
     def bytes(self) -> int:
