@@ -159,3 +159,24 @@ def test_a_residual_block_in_training():
             assert [name if name.startswith("norm") else "conv" for name in found] == [
                 KERNELS.get(name, "conv") for name in names
             ], block
+
+
+def test_the_worked_example_of_the_page():
+    """docs/plan.md: the nodes of a block, and what each launches."""
+    page = (ROOT / "docs" / "plan.md").read_text()
+    section = page.split("### A worked example")[1].split("\n**")[0]
+    (settings,) = re.findall(r"`python -m diffusion.plan ([^`]+)`", section)
+    code, out, err = run(
+        "-c", f"from diffusion.plan.__main__ import main; main({settings.split()})"
+    )
+    assert code == 0, err
+    said = []
+    for node, launches in re.findall(r"^\| (\w+)[^|]* \| ([^|]*) \|", section, re.MULTILINE)[1:]:
+        kernels = re.findall(r"\w+_kernel\b", launches) * (2 if "each twice" in launches else 1)
+        said.append((node, [kernel.lstrip("_") for kernel in kernels]))
+    printed = []
+    for entry in re.split(r"\n(?=\d+ )", out)[1:]:
+        head = re.split(r"\n {5}\w", entry)[0]  # without the registry's answers
+        op = re.match(r"\d+ +([a-z_]+)\d+ ", head)[1]
+        printed.append((op, re.findall(r"\w+_kernel\b", head)))
+    assert sorted(printed) == sorted(said)
