@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -348,12 +348,19 @@ def decoded(
     for (image,), label in read_together(decoder):
         images[len(labels)] = image
         labels.append(label)
+    return set_of(files, decoder, images, labels, skipped=tuple(decoder.skipped))
+
+
+def set_of(
+    files: ImageFiles, decoder: Decoder, images: np.ndarray, labels: list[int], **more: Any
+) -> ImageSet:
+    """The set of what has been decoded, as many images as labels."""
     small = decoder.smaller
     return ImageSet(
         torch.from_numpy(images[: len(labels)]),
         None if files.labels is None else torch.tensor(labels),
         files.class_names,
         name=files.path.name,
-        skipped=tuple(decoder.skipped),
         notes=(enlarged_note(small, len(decoder), decoder.size),) if small else (),
+        **more,
     )

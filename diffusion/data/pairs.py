@@ -7,12 +7,11 @@ channels behind the other's, so they are mirrored together and gathered at once.
 from pathlib import PurePosixPath
 
 import numpy as np
-import torch
 
 from ..errors import ConfigError
 from .given import GivenChannels, enlarged
 from .image_set import ImageSet, check_memory, parse_size
-from .images import Decoder, ImageFiles, enlarged_note, list_images, read_together
+from .images import Decoder, ImageFiles, list_images, read_together, set_of
 
 
 def load_pairs(
@@ -52,16 +51,9 @@ def load_pairs(
         images[len(labels), ..., :channels] = image
         images[len(labels), ..., channels:] = enlarged(other, learned.size)
         labels.append(label)
-    small = learned.smaller
-    return ImageSet(
-        torch.from_numpy(images[: len(labels)]),
-        None if files.labels is None else torch.tensor(labels),
-        files.class_names,
-        name=files.path.name,
-        skipped=(*learned.skipped, *beside.skipped),
-        notes=(enlarged_note(small, len(learned), learned.size),) if small else (),
-        condition=GivenChannels(condition_channels, size=reduced),
-    )
+    skipped = (*learned.skipped, *beside.skipped)
+    condition = GivenChannels(condition_channels, size=reduced)
+    return set_of(files, learned, images, labels, skipped=skipped, condition=condition)
 
 
 def _in_order_of(files: ImageFiles, given: ImageFiles) -> ImageFiles:

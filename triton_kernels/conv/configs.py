@@ -4,6 +4,7 @@ Each kernel has classes of its own made from these, since a configuration says w
 of.
 """
 
+import math
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -160,6 +161,30 @@ def fewest_of(spec: ConvSpec, pixels: int | None = None) -> int:
     dtype = torch.float32 if spec.itemsize == 4 else torch.bfloat16
     return fewest_parts(
         spec.n * rows * columns if pixels is None else pixels, dtype, spec.precision
+    )
+
+
+def split_work(
+    spec: ConvSpec,
+    c: tuple,  # a configuration
+    programs: int,  # of a part
+    steps: float,  # of a program
+    products: int,  # of a step
+    fetched: int,  # bytes of a step
+    resident: int,
+) -> Work:
+    """What the programs of a weight gradient do."""
+    co, ci = spec.of_filters
+    return Work(
+        tiles=programs * c.splits,
+        resident=resident,
+        products=products * steps,
+        fetched=fetched * steps,
+        steps=steps,
+        written=0,
+        memory=math.prod(spec.pixels) * (spec.k + spec.c) * spec.itemsize,
+        parts=c.splits * co * ci * spec.taps * 4,
+        splits=c.splits,
     )
 
 

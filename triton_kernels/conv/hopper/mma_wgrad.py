@@ -27,7 +27,7 @@ from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
 from ...runtime.hardware import thread_registers
-from ..configs import WgradOperands, fewest_of, split_kernel
+from ..configs import WgradOperands, fewest_of, split_kernel, split_work
 from ..plain.tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, refuse_wide_float32
 
 if SUPPORTED:
@@ -96,17 +96,9 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     co, ci = spec.of_filters
     box = pixel_box(c.block_m, *spec.pixels)
     steps = math.ceil(count_boxes(box, *spec.pixels) / c.splits)
-    return Work(
-        tiles=_blocks(co, ci, spec.taps, c) * c.splits,
-        resident=c.programs,
-        products=BLOCK * c.block_x * c.block_m * steps,
-        fetched=(BLOCK + c.block_x) * c.block_m * 4 * steps,
-        steps=steps,
-        written=0,
-        memory=math.prod(spec.pixels) * (spec.k + spec.c) * 4,
-        parts=c.splits * co * ci * spec.taps * 4,
-        splits=c.splits,
-    )
+    products, fetched = BLOCK * c.block_x * c.block_m, (BLOCK + c.block_x) * c.block_m * 4
+    blocks = _blocks(co, ci, spec.taps, c)
+    return split_work(spec, c, blocks, steps, products, fetched, c.programs)
 
 
 def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:

@@ -17,7 +17,7 @@ from ...registry.cost import Work
 from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
-from ..configs import WgradOperands, fewest_of, split_kernel
+from ..configs import WgradOperands, fewest_of, split_kernel, split_work
 from .operands import in_rows
 from .refusals import refuse_filters
 
@@ -136,18 +136,9 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     beside = 16 if pieces_of_row(spec.w) > 1 else 0
     blocks = blocks_of(co, ci) if c.block_ci == 64 else -(-co * ci // (64 * c.block_ci))
     steps = math.prod(tiles_of(spec.n, spec.h, spec.w)) / c.splits
-    return Work(
-        tiles=blocks * c.splits,
-        resident=1,
-        products=64 * c.block_ci * 9 * _PIXELS * steps,
-        fetched=((_PIXELS // width + 2) * (width + beside) * 2 * c.block_ci + _PIXELS * 128)
-        * steps,
-        steps=steps,
-        written=0,
-        memory=spec.n * spec.h * spec.w * (spec.k + spec.c) * 2,
-        parts=c.splits * co * ci * 9 * 4,
-        splits=c.splits,
-    )
+    fetched = (_PIXELS // width + 2) * (width + beside) * 2 * c.block_ci + _PIXELS * 128
+    products = 64 * c.block_ci * 9 * _PIXELS
+    return split_work(spec, c, blocks, steps, products, fetched, resident=1)
 
 
 WEIGHT_GRAD = split_kernel(

@@ -17,7 +17,7 @@ from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
-from ..configs import WgradOperands, fewest_of, split_kernel
+from ..configs import WgradOperands, fewest_of, split_kernel, split_work
 from .products import box_origin, zero_sums
 from .tma_boxes import (
     as_one_row,
@@ -220,21 +220,12 @@ def _blocks(co: int, ci: int, taps: int, config: WgradConfig) -> tuple[int, int]
 def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     co, ci = spec.of_filters
     box, _ = wgrad_box(c.block_m, *spec.pixels)
-    pixels = math.prod(box)
+    pixels, row = math.prod(box), (c.block_co + c.taps * c.block_ci) * 2
+    resident = max(1, programs_at_a_time(c.num_stages * c.block_m * row, c.num_warps, gpu))
     steps = triton.cdiv(count_boxes(box, *spec.pixels), c.splits)
-    shared = c.num_stages * c.block_m * (c.block_co + c.taps * c.block_ci) * 2
-    sums = c.block_co * c.block_ci * c.taps
-    return Work(
-        tiles=math.prod(_blocks(co, ci, spec.taps, c)) * c.splits,
-        resident=max(1, programs_at_a_time(shared, c.num_warps, gpu)),
-        products=sums * pixels * steps,
-        fetched=pixels * (c.block_co + c.taps * c.block_ci) * 2 * steps,
-        steps=steps,
-        written=0,
-        memory=math.prod(spec.pixels) * (spec.k + spec.c) * 2,
-        parts=c.splits * co * ci * spec.taps * 4,
-        splits=c.splits,
-    )
+    programs = math.prod(_blocks(co, ci, spec.taps, c))
+    products = c.block_co * c.block_ci * c.taps * pixels
+    return split_work(spec, c, programs, steps, products, pixels * row, resident)
 
 
 WEIGHT_GRAD = split_kernel(
