@@ -46,10 +46,7 @@ class StreamedTile(NamedTuple):
 
 @configures("head")
 class HeadGrad(NamedTuple):
-    """Of its backward pass: keys that are kept, queries at a time."""
-
-    keep: int
-    step: int
+    """Of its backward pass, which keeps all of a head."""
 
 
 @configures("relayed")
@@ -67,7 +64,6 @@ FWD_HEAD_CONFIGS = (
     HeadTile(256, 128),
     HeadTile(256, 256),
 )
-BWD_HEAD_CONFIGS = (HeadGrad(256, 64),)
 
 # The same, and of heads that shared memory cannot have, where `kept_cost` and `streamed_cost` say
 # so.
@@ -170,7 +166,7 @@ TILES_GRAD = Kernel(
     fitted_by=("one_pass",),
     borrows=AMPERE,
 )
-HEAD_GRAD = Kernel("head", HeadGrad, head.refuse, lambda *_: BWD_HEAD_CONFIGS, launch=head.backward)
+HEAD_GRAD = Kernel("head", HeadGrad, head.refuse, launch=head.backward)
 
 
 def _similar(spec: AttentionSpec, gpu: Device) -> bool:

@@ -89,7 +89,7 @@ def forward(config: tuple[int, int], operands: FwdOperands) -> None:
     )  # fmt: skip
 
 
-def backward(_: tuple[int, int], operands: BwdOperands) -> Tensor | None:
+def backward(_: tuple, operands: BwdOperands) -> Tensor | None:
     """dqkv, and rows of `BwdOperands`, of all positions."""
     do, qkv, _, _, o, lse, dqkv, _, _, constants = operands
     n, t, _ = qkv.shape

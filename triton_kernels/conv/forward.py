@@ -19,7 +19,7 @@ from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
 from .configs import ConvOperands
 from .hopper import linear_mma, unfused_1x1, unfused_3x3
-from .plain import gather, im2col_fwd, pointer, tf32x3, tma, tma_stride
+from .plain import gather, im2col_fwd, linear_tf32x3, pointer, tf32x3, tma, tma_stride
 from .plain.tma_boxes import unaddressable
 from .plain.transpose_weights import transpose_weights
 
@@ -37,7 +37,7 @@ FORWARD = Op(
         tma_stride.FORWARD,
         pointer.PLAIN_FORWARD,
         tf32x3.FORWARD,
-        tf32x3.LINEAR,
+        linear_tf32x3.LINEAR,
         im2col_fwd.FORWARD,
         gather.FORWARD,
     ),
@@ -80,7 +80,7 @@ INPUT_GRAD = Op(
         tma_stride.INPUT_GRAD,
         pointer.PLAIN_INPUT_GRAD,
         tf32x3.INPUT_GRAD,
-        tf32x3.LINEAR,
+        linear_tf32x3.LINEAR,
         gather.INPUT_GRAD,
     ),
 )

@@ -7,15 +7,22 @@ channels in steps of 32 it took longer than the launch. So the sum is cut into c
 by side, one or two a warp, and added up in the end.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from ...registry.kernel import Kernel, configures
+from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
+from ...runtime.device import Device
 from ...tf32 import split_to_tf32
+from ..configs import ConvOperands
+from . import tf32x3
 from .products import whole_sum
 
 CHUNKS, CHUNK = 8, 32  # channels of x at once: so many chunks of so many
+TILE = 16  # samples, and channels of y, of a program
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -61,22 +68,29 @@ def _linear_tf32x3_kernel(
     tl.store(y_ptr + offs_m.to(tl.int64)[None, :] * C + offs_c[:, None], acc, mask=mask)
 
 
-def launch_linear(
-    x: Tensor,  # float32 [..., K], or dy
-    weight: Tensor,  # float32 [CO, CI, 1, 1] in channels_last memory
-    bias: Tensor | None,  # [C]
-    y: Tensor,  # float32 [..., C] to be written, or dx
-    *,
-    dgrad: bool,
-    block_c: int,
-    block_m: int,
-    num_warps: int,
-) -> None:
-    """y = x w^T + bias; with `dgrad` x is the gradient of the output, y of the input."""
+@configures("linear_tf32x3")
+class LinearTf32x3(NamedTuple):
+    """Its chunks of the sum are side by side, split in registers."""
+
+
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := tf32x3.refuse(spec, gpu):
+        return reason
+    if spec.taps > 1 or spec.pads != (0, 0):
+        return f"it does 1x1 filters without padding, not {spec.moved}"
+    pixels, most = spec.n * spec.h * spec.w, tf32x3.MANY_PIXELS
+    return f"{pixels} pixels; it takes up to {most}" if pixels > most else None
+
+
+def _launch(_: LinearTf32x3, operands: ConvOperands) -> None:
+    x, weight, bias, y, *_ = operands
     k, c = x.shape[-1], y.shape[-1]
     m = x.numel() // k
-    strides = (1, c) if dgrad else (k, 1)
-    _linear_tf32x3_kernel[(triton.cdiv(m, block_m) * triton.cdiv(c, block_c),)](
-        x, weight, bias, y, m, k, c, *strides, CHUNKS=CHUNKS, CHUNK=CHUNK, BLOCK_C=block_c,
-        BLOCK_M=block_m, num_warps=num_warps, num_stages=1, **overlapping(x.device),
+    strides = (1, c) if operands.dgrad else (k, 1)
+    _linear_tf32x3_kernel[(triton.cdiv(m, TILE) * triton.cdiv(c, TILE),)](
+        x, weight, bias, y, m, k, c, *strides, CHUNKS=CHUNKS, CHUNK=CHUNK, BLOCK_C=TILE,
+        BLOCK_M=TILE, num_warps=4, num_stages=1, **overlapping(x.device),
     )  # fmt: skip
+
+
+LINEAR = Kernel("linear_tf32x3", LinearTf32x3, _refuse, launch=_launch)

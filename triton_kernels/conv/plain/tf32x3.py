@@ -17,7 +17,6 @@ from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ..configs import ConvOperands
 from . import tma
-from .linear_tf32x3 import launch_linear
 from .tma_boxes import count_boxes, pixel_box, refuse_wide_float32
 
 
@@ -33,15 +32,6 @@ class Config(NamedTuple):
     in_registers: bool = False  # numbers are split there, without copies
 
 
-@configures("linear_tf32x3")
-class LinearConfig(NamedTuple):
-    """Of `linear_tf32x3`: split in registers, in chunks of the sum side by side."""
-
-    block_c: int
-    block_m: int
-    num_warps: int
-
-
 _INSIDE = Config(64, 64, 32, 4, 4, True)
 FWD_CONFIGS = [
     Config(64, 128, 32, 4, 2),
@@ -50,8 +40,7 @@ FWD_CONFIGS = [
     Config(64, 128, 32, 4, 4),
     _INSIDE,
 ]
-LINEAR_CONFIGS = [LinearConfig(16, 16, 4)]
-_MANY_PIXELS = 1024  # of a 1x1 convolution, whose copies would take longer than its products
+MANY_PIXELS = 1024  # of a 1x1 convolution, whose copies would take longer than its products
 _MOST_MEMORY = 2**32  # bytes of the copies
 
 
@@ -87,7 +76,7 @@ def _cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
     many pixels always."""
     n, p, q = spec.n, *spec.size
     safe, small = FWD_CONFIGS[:2]
-    if spec.taps == 1 and n * p * q >= _MANY_PIXELS:
+    if spec.taps == 1 and n * p * q >= MANY_PIXELS:
         best, rule = _INSIDE, "tf32x3 points"
     else:
         programs = count_boxes(pixel_box(safe.block_m, n, p, q), n, p, q) * triton.cdiv(spec.c, 64)
@@ -105,21 +94,3 @@ def _launch(config: Config, operands: ConvOperands) -> None:
 
 
 FORWARD = INPUT_GRAD = Kernel("tf32x3", Config, refuse, configs, _cost, _launch)
-
-
-def _refuse_linear(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := refuse(spec, gpu):
-        return reason
-    if spec.taps > 1 or spec.pads != (0, 0):
-        return f"it does 1x1 filters without padding, not {spec.moved}"
-    pixels = spec.n * spec.h * spec.w
-    return f"{pixels} pixels; it takes up to {_MANY_PIXELS}" if pixels > _MANY_PIXELS else None
-
-
-LINEAR = Kernel(
-    "linear_tf32x3",
-    LinearConfig,
-    _refuse_linear,
-    lambda spec, gpu: LINEAR_CONFIGS,
-    launch=lambda c, o: launch_linear(o.x, o.weight, o.bias, o.y, dgrad=o.dgrad, **c._asdict()),
-)
