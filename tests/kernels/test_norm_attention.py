@@ -10,6 +10,7 @@ from triton_kernels.attention.norm_attention import (
     projected_attention,
     projected_spec,
 )
+from triton_kernels.norm.tables import Statistics
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import chip
 from triton_kernels.registry.choose import select
@@ -48,12 +49,16 @@ def inputs(n, h, w, heads, groups, tiles, dtype, device="cuda"):
     if groups is not None:
         parts = x.float().reshape(n, tiles, h * w // tiles, c)
         within = (parts - parts.mean(2, keepdim=True)).square().sum(2)
-        norm = torch.stack([parts.sum(2), within], 2), h * w, groups, randn(c), randn(c) + 1, 1e-5
+        partials = torch.stack([parts.sum(2), within], 2)
+        norm = Statistics((partials,), (h * w,), groups, randn(c), randn(c) + 1, 1e-5)
     return x.flatten(1, 2), norm, weight, bias
 
 
 def double(norm):
-    return norm and tuple(t.double() if isinstance(t, torch.Tensor) else t for t in norm)
+    if norm is None:
+        return None
+    affine = {"weight": norm.weight.double(), "bias": norm.bias.double()}
+    return norm._replace(partials=tuple(t.double() for t in norm.partials), **affine)
 
 
 def check(case, dtype=torch.bfloat16, order="qkv_heads", config=None):
@@ -67,8 +72,7 @@ def check(case, dtype=torch.bfloat16, order="qkv_heads", config=None):
     )
     a = x
     if norm is not None:
-        partials, pixels, *rest = norm
-        table = fused_reference.norm_table((partials,), (pixels,), *rest)
+        table = fused_reference.norm_table(*norm)
         a = fused_reference.apply(x[:, None], None, table, "identity")[:, 0]
     qkv = (a.to(dtype) @ weight.T + bias).to(dtype)
     low = fused_reference.attention_forward(qkv, heads, order)[0]

@@ -8,6 +8,7 @@ from triton_kernels.conv import norm_conv as norm_conv_module
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.norm_conv import NORM_CONV, NormConv, norm_conv
 from triton_kernels.norm import sums as norm_sums, tables as norm_tables
+from triton_kernels.norm.tables import Statistics
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import chip
 from triton_kernels.registry.choose import select
@@ -95,11 +96,10 @@ def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=
     others = [other for other, _ in given.get("extra", ())]
     of_norm = {"groups": groups, "tiles": (partials.shape[1],)}
     assert NORM_CONV.refuse(forward_spec(x, weight, extra=others, **of_norm), HOPPER) is None
-    table = norm_tables.norm_table((partials,), (shape.h * shape.w,), *norm, **affine)
+    statistics = Statistics((partials,), (shape.h * shape.w,), *norm, **affine)
+    table = norm_tables.norm_table(*statistics)
     with dependent_launches():
-        y, sums = norm_conv(
-            x, partials, *norm, activation, weight, bias, config=config, **given, **affine
-        )
+        y, sums = norm_conv(x, statistics, activation, weight, bias, config=config, **given)
 
     def convolved(a):
         doubles = {k: v.double() for k, v in exactly.items() if k != "extra"}

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from ..hopper.descriptors import SUPPORTED, in_boxes, missing
-from ..norm.tables import check_partials_of
+from ..norm.tables import Statistics
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FEW_IMAGES, ProjectedSpec, dtype_name
@@ -88,17 +88,17 @@ PROJECTED = Op(
 def projected_spec(
     x: Tensor,  # [N, T, C]
     num_heads: int,
-    norm: tuple | None = None,  # of x, as below
+    norm: Statistics | None = None,  # of x
 ) -> ProjectedSpec:
     """What `projected_attention` computes of such tensors."""
     n, t, c = x.shape
-    sums = {} if norm is None else {"groups": norm[2], "tiles": norm[0].shape[1]}
+    sums = {} if norm is None else {"groups": norm.num_groups, "tiles": norm.tiles[0]}
     return ProjectedSpec(n, dtype_name(x.dtype), t, c, num_heads, **sums)
 
 
 def projected_attention(
     x: Tensor,  # [N, T, C]
-    norm: tuple | None,  # of x: partials float32 [N, K, 2, C], pixels, num_groups, [C], [C], eps
+    norm: Statistics | None,  # of x
     weight: Tensor,  # [3C, C], dtype of x
     bias: Tensor,  # float32 [3C]
     num_heads: int,
@@ -116,12 +116,11 @@ def projected_attention(
     if config is None:
         spec = projected_spec(x, num_heads, norm)
         config = select(PROJECTED, spec, describe(x.device)).config
-    partials, pixels, groups, *affine, eps = norm or (None, 1, c, None, None, 0.0)
-    k = 1
+    norm = norm or Statistics((None,), (1,), c, None, None, 0.0)
+    (partials,), (pixels,), groups, *affine, eps, _, _ = norm
     if partials is not None:
-        check_partials_of(partials, pixels, n, c)
-        k = partials.shape[1]
-    cg = c // groups
+        norm.check(n, c)
+    k, cg = norm.tiles[0], c // groups
     norm_attention_kernel[(n * (num_heads // config.heads),)](
         in_boxes(x, [n * t, c], [c, 1], [t, 64]),
         in_boxes(weight, [3 * c, c], list(weight.stride()), [d, 64]),

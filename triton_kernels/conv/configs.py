@@ -164,7 +164,7 @@ def fewest_of(spec: ConvSpec, pixels: int | None = None) -> int:
     )
 
 
-def split_work(
+def wgrad_work(
     spec: ConvSpec,
     c: tuple,  # a configuration
     programs: int,  # of a part

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..activations import check_activation
-from ..norm.tables import check_partials_of, norm_table
+from ..norm.tables import Statistics, norm_table
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
@@ -96,17 +96,11 @@ _empty = torch.empty  # every output is allocated here; tests replace it to pois
 
 def norm_conv(
     x: Tensor,  # [N, H, W, CI]
-    partials: Tensor,  # float32 [N, K, 2, CI], of x
-    num_groups: int,
-    norm_weight: Tensor,  # float32 [CI]
-    norm_bias: Tensor,  # float32 [CI]
-    eps: float,
+    norm: Statistics,  # of x
     activation: str,  # of `activations`
     weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x
     bias: Tensor,  # float32 [CO]
     *,
-    scale: Tensor | None = None,  # float32 [N, CI], rows any distance apart
-    shift: Tensor | None = None,  # float32 [N, CI], rows any distance apart
     emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
     residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C] or half of H, W; [CO, C]
@@ -118,9 +112,9 @@ def norm_conv(
     check_activation(activation)
     n, h, w, ci = x.shape
     co = weight.shape[0]
-    check_partials_of(partials, h * w, n, ci)
-    assert scale is None or (scale.shape == (n, ci) and scale.stride(1) == 1)
-    assert shift is None or (shift.shape == (n, ci) and shift.stride(1) == 1)
+    norm.check(n, ci)
+    for row in (norm.scale, norm.shift):
+        assert row is None or (row.shape == (n, ci) and row.stride(1) == 1)
     assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.dtype == x.dtype
     assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
     others = [other for other, _ in extra]
@@ -128,26 +122,21 @@ def norm_conv(
     assert residual is None or (residual.shape == (n, h, w, co) and residual.is_contiguous())
     if config is None:
         rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
-        rest |= {"scale": scale, "shift": shift}
-        of_x = (partials, num_groups, norm_weight, norm_bias, eps, activation)
 
         def run(c: NormConv) -> Tensor:
-            return norm_conv(x, *of_x, weight, bias, **rest, config=c)[0]
+            return norm_conv(x, norm, activation, weight, bias, **rest, config=c)[0]
 
-        of_norm = {"groups": num_groups, "tiles": (partials.shape[1],)}
+        of_norm = {"groups": norm.num_groups, "tiles": (norm.tiles[0],)}
         spec = forward_spec(x, weight, extra=others, residual=residual is not None, **of_norm)
         config = select(NORM_CONV, spec, describe(x.device), run).config
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
     tiles = h * w // config.block_m
     sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
     beside = () if residual is None else (residual,)
-    norm = Norm(activation, partials, num_groups, norm_weight, norm_bias, eps, scale, shift)
-    norm = norm._replace(producers=config.producers)
-    if config.table:
-        terms = num_groups, norm_weight, norm_bias, eps, scale, shift
-        norm = norm._replace(table=norm_table((partials,), (h * w,), *terms))
+    table = norm_table(*norm) if config.table else None
+    of_x = Norm(activation, norm, table, config.producers)
     row_mma.launch(
         row_mma.StationaryWeights(config.block_m),
-        Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=norm),
+        Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=of_x),
     )
     return y, sums

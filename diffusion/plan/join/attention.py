@@ -1,6 +1,7 @@
 """Attention, with the projection to queries, keys and values and the norm before it."""
 
 from triton_kernels.attention.norm_attention import projected_spec
+from triton_kernels.norm.tables import Statistics
 
 from ..graph import Node
 from ..launch.products import has_usual_scale
@@ -22,9 +23,9 @@ def attention(j: Joining, node: Node) -> None:
     norm = j.late(x, "norm") if x in j.cheap and not j.others_read(x, linear) else None
     if norm is not None:
         source, sums = norm.inputs["x0"], norm.inputs["partials0"]
-        of_norm = {"pixels": norm.attrs["pixels"][0]}
-        of_norm |= {key: norm.attrs[key] for key in ("groups", "eps")}
-        statistics = j.dry[sums], of_norm["pixels"], of_norm["groups"]
+        of_norm = {key: norm.attrs[key] for key in ("pixels", "groups", "eps")}
+        how = of_norm["pixels"], of_norm["groups"], None, None, of_norm["eps"]
+        statistics = Statistics((j.dry[sums],), *how)
         spec = projected_spec(j.dry[source].flatten(1, 2), attrs["heads"], statistics)
         if j.joins("projected_attention", spec):
             inputs = {"x": source, **given, "partials0": sums} | norm_inputs(norm)

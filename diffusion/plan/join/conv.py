@@ -144,7 +144,8 @@ def _norm_conv(j: Joining, node: Node, norm: Node) -> bool:
         return False
     del inputs["x"]
     inputs |= {"x": x, "partials0": partials} | norm_inputs(norm)
-    j.emit("norm_conv", inputs, node.outputs, node, **norm_attrs(norm))
+    attrs = norm_attrs(norm) | {"pixels": norm.attrs["pixels"]}
+    j.emit("norm_conv", inputs, node.outputs, node, **attrs)
     j.graph.reason(node.out, "a norm made by the convolution that reads it")
     j.forget(norm.out)
     return True

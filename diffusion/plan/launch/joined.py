@@ -99,8 +99,8 @@ def _conv_norm(run, node, given):
 @launches("norm_conv")
 def _norm_conv(run, node, given):
     x, *weight = _conv(given)
-    norm = given["partials0"], *_norm_of(node, given)
-    y, partials = run.kernels.norm_conv(x, *norm, *weight, **film(given), **terms(given))
+    norm = statistics(node, given, "norm_"), node.attrs["activation"]
+    y, partials = run.kernels.norm_conv(x, *norm, *weight, **terms(given))
     return {next(iter(node.outputs)): y, "partials": partials}
 
 
@@ -135,7 +135,7 @@ def _conv_upsampled(run, node, given):
 def _projected_attention(run, node, given):
     a, x, norm = node.attrs, given["x"].flatten(1, 2), None
     if "partials0" in given:
-        norm = given["partials0"], a["pixels"], *_norm_of(node, given)[:-1]
+        norm = statistics(node, given, "norm_")
     o = run.kernels.projected_attention(
         x, norm, _rows(given), bias_of(given), a["heads"], a["order"]
     )

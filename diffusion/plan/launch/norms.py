@@ -22,10 +22,10 @@ def film(given: Inputs) -> dict[str, Tensor]:
     return {name: given[name] for name in ("scale", "shift") if name in given}
 
 
-def statistics(node: Node, given: Inputs) -> Statistics:
+def statistics(node: Node, given: Inputs, prefix: str = "") -> Statistics:
     """Sums, and what a table is made of besides."""
     a, sums = node.attrs, tuple(many(given, "partials"))
-    affine = given["weight"], given["bias"], a["eps"]
+    affine = given[f"{prefix}weight"], given[f"{prefix}bias"], a["eps"]
     return Statistics(sums, a["pixels"], a["groups"], *affine, **film(given))
 
 

@@ -22,7 +22,7 @@ from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import following
 from ...runtime.device import Device
-from ..configs import WgradOperands, fewest_of, split_kernel, split_work
+from ..configs import WgradOperands, fewest_of, split_kernel, wgrad_work
 from ..plain.fp16_split import in_halves
 from ..plain.tma_boxes import refuse_wide_float32
 from .operands import in_rows
@@ -77,7 +77,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     halves = 2 if spec.precision == "ieee" else 1
     numbers = math.prod(spec.pixels) * (spec.k + spec.c)
     products, fetched = 64 * 64 * 9 * _PIXELS, 2 * halves * (64 * 4 * _PIXELS)
-    work = split_work(spec, c, co * ci // 64**2, steps, products, fetched, resident=1)
+    work = wgrad_work(spec, c, co * ci // 64**2, steps, products, fetched, resident=1)
     return work._replace(memory=numbers * (8 + 2 * 2 * halves))
 
 

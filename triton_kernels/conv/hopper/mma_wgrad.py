@@ -27,7 +27,7 @@ from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
 from ...runtime.hardware import thread_registers
-from ..configs import WgradOperands, fewest_of, split_kernel, split_work
+from ..configs import WgradOperands, fewest_of, split_kernel, wgrad_work
 from ..plain.tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, refuse_wide_float32
 
 if SUPPORTED:
@@ -98,7 +98,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     steps = math.ceil(count_boxes(box, *spec.pixels) / c.splits)
     products, fetched = BLOCK * c.block_x * c.block_m, (BLOCK + c.block_x) * c.block_m * 4
     blocks = _blocks(co, ci, spec.taps, c)
-    return split_work(spec, c, blocks, steps, products, fetched, c.programs)
+    return wgrad_work(spec, c, blocks, steps, products, fetched, c.programs)
 
 
 def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:

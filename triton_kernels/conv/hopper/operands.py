@@ -9,22 +9,17 @@ from torch import Tensor
 from ...activations import rounded_grad
 from ...hopper.descriptors import SUPPORTED, in_boxes
 from ...noise.dropout import Mask
+from ...norm.tables import Statistics
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class Norm(NamedTuple):
-    """act(norm(x)) of 64 channels, by the sums of the tiles of x."""
+    """act(norm(x)) of 64 channels."""
 
     activation: str
-    sums: Tensor  # float32 [N, K, 2, 64]
-    num_groups: int
-    weight: Tensor  # float32 [64]
-    bias: Tensor  # float32 [64]
-    eps: float
-    scale: Tensor | None = None  # float32 [N, 64], rows any distance apart
-    shift: Tensor | None = None  # float32 [N, 64], rows any distance apart
+    statistics: Statistics
     table: Tensor | None = None  # float32 [N, 4, 64], all of this
     producers: int = 0  # warpgroups that do nothing else; 0: those that multiply do it in between
 
@@ -119,14 +114,12 @@ class Operands(NamedTuple):
 def norm_of(operands: Operands) -> tuple[list, dict[str, int | None]]:
     """What a kernel is told of the norm of x: arguments, and constants."""
     norm = operands.norm
-    if norm is None:
+    if norm is None or norm.table is not None:
         return [None] * 8, {"TILES_OF_X": None, "CG": None}
-    film = [norm.scale, norm.shift]
+    (sums,), _, groups, weight, bias, eps, *film = norm.statistics
     strides = [None if t is None else t.stride(0) for t in film]
-    if norm.table is not None:
-        return [None] * 8, {"TILES_OF_X": None, "CG": None}
-    given = [norm.sums, norm.weight, norm.bias, *film, *strides, norm.eps]
-    return given, {"TILES_OF_X": norm.sums.shape[1], "CG": 64 // norm.num_groups}
+    given = [sums, weight, bias, *film, *strides, eps]
+    return given, {"TILES_OF_X": sums.shape[1], "CG": 64 // groups}
 
 
 def filters_in_boxes(weight: Tensor, rows: int = 64, columns: int = 64) -> "TensorDescriptor":

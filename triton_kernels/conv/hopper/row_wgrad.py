@@ -17,7 +17,7 @@ from ...registry.cost import Work
 from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
-from ..configs import WgradOperands, fewest_of, split_kernel, split_work
+from ..configs import WgradOperands, fewest_of, split_kernel, wgrad_work
 from .operands import in_rows
 from .refusals import refuse_filters
 
@@ -138,7 +138,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     steps = math.prod(tiles_of(spec.n, spec.h, spec.w)) / c.splits
     fetched = (_PIXELS // width + 2) * (width + beside) * 2 * c.block_ci + _PIXELS * 128
     products = 64 * c.block_ci * 9 * _PIXELS
-    return split_work(spec, c, blocks, steps, products, fetched, resident=1)
+    return wgrad_work(spec, c, blocks, steps, products, fetched, resident=1)
 
 
 WEIGHT_GRAD = split_kernel(

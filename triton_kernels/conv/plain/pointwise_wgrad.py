@@ -24,7 +24,7 @@ from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
 from ...tf32 import dot_of_split, round_to_tf32
-from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel, split_work
+from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel, wgrad_work
 from .tma_boxes import refuse_wide_float32
 
 _FEW = 64  # pixels
@@ -153,7 +153,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     programs = min(_blocks(co, ci, c), _blocks(ci, co, c))
     resident = max(1, programs_at_a_time(c.num_stages * fetched, c.num_warps, gpu))
     products = c.block_co * c.block_ci * c.block_m
-    return split_work(spec, c, programs, steps, products, fetched, resident)
+    return wgrad_work(spec, c, programs, steps, products, fetched, resident)
 
 
 WEIGHT_GRAD = split_kernel(

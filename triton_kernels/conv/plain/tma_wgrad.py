@@ -17,7 +17,7 @@ from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
-from ..configs import WgradOperands, fewest_of, split_kernel, split_work
+from ..configs import WgradOperands, fewest_of, split_kernel, wgrad_work
 from .products import box_origin, zero_sums
 from .tma_boxes import (
     as_one_row,
@@ -225,7 +225,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     steps = triton.cdiv(count_boxes(box, *spec.pixels), c.splits)
     programs = math.prod(_blocks(co, ci, spec.taps, c))
     products = c.block_co * c.block_ci * c.taps * pixels
-    return split_work(spec, c, programs, steps, products, pixels * row, resident)
+    return wgrad_work(spec, c, programs, steps, products, pixels * row, resident)
 
 
 WEIGHT_GRAD = split_kernel(

@@ -34,10 +34,7 @@ def cross_attention_backward(do, q, kv, mask, o, state, num_heads):
 
 
 def projected_attention(x, norm, weight, bias, num_heads, order):
-    """`attention` of norm(x) weight^T + bias, by partials, pixels and a norm's arguments; or of
-    x weight^T + bias"""
+    """`attention` of norm(x) weight^T + bias, or of x weight^T + bias"""
     if norm is not None:
-        partials, pixels, *rest = norm
-        table = norm_table((partials,), (pixels,), *rest)
-        x = apply(x[:, None], None, table, "identity")[:, 0]
+        x = apply(x[:, None], None, norm_table(*norm), "identity")[:, 0]
     return reference.attention(x @ weight.T + bias, num_heads, order=order)

@@ -19,16 +19,11 @@ def conv_norm(x, weight, bias, norm, *, x2=None, **terms):
     return y if keep else None, partials if stats else None, a
 
 
-def norm_conv(
-    x, partials, num_groups, norm_weight, norm_bias, eps, activation, weight, bias,
-    *, scale=None, shift=None, **terms,
-):  # fmt: skip
+def norm_conv(x, norm, activation, weight, bias, **terms):
     """`conv_forward` of act(norm(x)), with partials. Tensors in `extra` may be half as large: then
     they are upsampled."""
-    pixels = x.shape[1] * x.shape[2]
     if "extra" in terms:
         whole = [upsample(t) if t.shape[1] < x.shape[1] else t for t, _ in terms["extra"]]
         terms["extra"] = [(t, w) for t, (_, w) in zip(whole, terms["extra"], strict=True)]
-    norm = num_groups, norm_weight, norm_bias, eps, scale, shift
-    a = apply(x, None, norm_table((partials,), (pixels,), *norm), activation)
+    a = apply(x, None, norm_table(*norm), activation)
     return conv_forward(a, weight, bias, stats=True, **terms)
