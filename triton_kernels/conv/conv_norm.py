@@ -8,8 +8,7 @@ group has 2, 4, 8 or 16. So the epilogue has in its registers all that the norm 
 launch that would read y again is spared; y itself is only written if somebody else reads it.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from ..registry.kernel import Kernel, Op
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_second
-from .fused_spec import forward_spec
+from .fused_spec import Terms, forward_spec
 from .hopper import tile_mma
 from .hopper.operands import NormOfResult, Operands
 
@@ -91,12 +90,9 @@ def conv_norm(
     bias: Tensor,  # float32 [CO]
     norm: NextNorm,
     *,
-    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
-    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
-    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
-    extra_bias: Tensor | None = None,  # float32 [CO]
     x2: Tensor | None = None,  # [N, H, W, C2], dtype of x
     config: tile_mma.TileMma | None = None,
+    **terms: Any,  # of `Terms`
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """y [N, H, W, CO], or None if it is not kept; its partials [N, K, 2, CO] if they are wanted;
     a [N, H, W, CO + C2], of y beside x2. The norm is of y as it was rounded."""
@@ -106,15 +102,14 @@ def conv_norm(
     c = co + check_second(x2, n, h, w)
     assert norm.weight.shape == norm.bias.shape == (c,)
     assert norm.weight.is_contiguous() and norm.bias.is_contiguous()
+    added = Terms(**terms)
     if config is None and n:
-        terms = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
 
         def run(c: tile_mma.TileMma) -> Tensor:
-            return conv_norm(x, weight, bias, norm, **terms, x2=x2, config=c)[2]
+            return conv_norm(x, weight, bias, norm, x2=x2, config=c, **terms)[2]
 
-        added = {"emb": emb is not None, "residual": residual is not None, "keep": norm.keep}
-        added |= {"groups": norm.num_groups, "beside": c - co}
-        spec = forward_spec(x, weight, extra=[other for other, _ in extra], **added)
+        asked = {"groups": norm.num_groups, "beside": c - co, "keep": norm.keep}
+        spec = forward_spec(x, weight, **added.asked, **asked)
         config = select(CONV_NORM, spec, describe(x.device), run).config
     a = _empty((n, h, w, c), dtype=x.dtype, device=x.device)
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device) if norm.keep else None
@@ -123,8 +118,6 @@ def conv_norm(
         return y, sums, a
     group = c // norm.num_groups
     normed = NormOfResult(a, *norm[:2], norm.eps, norm.activation, group, norm.keep, x2)
-    beside = () if residual is None else (residual,)
-    out = a if y is None else y
-    given = Operands(x, weight, out, bias, sums, beside, extra, extra_bias, emb)
+    given = Operands(x, weight, a if y is None else y, bias, sums, *added.operands)
     tile_mma.launch(config, given, normed)
     return y, sums, a

@@ -11,7 +11,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .fused import FORWARD, conv_forward, forward_operands
-from .fused_spec import forward_spec
+from .fused_spec import Terms, forward_spec
 from .hopper import one_row, single_tile
 
 
@@ -82,23 +82,24 @@ def conv_few(
     bias: Tensor,
     *,
     stats: bool = False,
+    width: int | None = None,
     allow_tf32: bool = True,  # of float32
+    tf32: bool = False,
     config: tuple | None = None,  # of a kernel of `CONV_FEW`
     **terms: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As `conv_forward`, whose arguments these are. No kernel may write weights and biases while
     earlier ones of the stream are under way: they are read ahead."""
     _, h, w, _ = x.shape
+    added, options = Terms(**terms), {"width": width, "allow_tf32": allow_tf32, "tf32": tf32}
     if config is None:
-        added = {name: terms.get(name) is not None for name in ("emb", "residual")}
-        added["extra"] = [other for other, _ in terms.get("extra") or ()]
-        how = {"stats": stats, "allow_tf32": allow_tf32}
-        spec = forward_spec(x, weight, terms.get("width"), **added, **how)
+        asked = added.asked | {"stats": stats, "allow_tf32": allow_tf32}
+        spec = forward_spec(x, weight, width, **asked)
         config = select(CONV_FEW, spec, describe(x.device)).config
     if isinstance(config, Forward):
-        return conv_forward(x, weight, bias, **terms, stats=stats, allow_tf32=allow_tf32)
+        return conv_forward(x, weight, bias, stats=stats, **options, **terms)
     tiles = h * w // _pixels(config, w) if stats else None
-    given = forward_operands(x, weight, bias, tiles, **terms, allow_tf32=allow_tf32)
+    given = forward_operands(x, weight, bias, tiles, added, **options)
     if len(x):
         CONV_FEW.kernel_of(config).launch(config, given)
     return given.y, given.partials

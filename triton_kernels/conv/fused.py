@@ -20,7 +20,8 @@ Products of float32 are in TF32, or with `allow_tf32=False` in float32: three of
 TMA fetches (`conv.plain.tf32x3`), else FMAs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
 from . import forward
 from .configs import ConvOperands
-from .fused_spec import forward_spec
+from .fused_spec import Terms, forward_spec
 from .hopper import linear_mma, narrow, row_mma, tile_mma
 from .hopper.operands import Operands
 from .plain import fused_launch, fused_tiles, pointer
@@ -132,39 +133,30 @@ def conv_forward(
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
     bias: Tensor,  # float32 [CO]
     *,
-    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
-    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
-    extra: Sequence[tuple[Tensor, Tensor]] | None = None,  # up to two: [N, H, W, C], [CO, C]
-    extra_bias: Tensor | None = None,  # float32 [CO]
     stats: bool = False,  # whether to return partials
     width: int | None = None,  # channels of y, up to the next multiple of 16; None: CO
     allow_tf32: bool = True,  # here and below: of float32
     tf32: bool = False,
     config: tuple | None = None,  # of a kernel of `FORWARD`
+    **terms: Any,  # of `Terms`
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
-    """conv(x) + bias + emb + residual, and its partials: of each tile of H W / K pixels, the sum of
-    y and that of (y - mean of the tile)^2, with y as it was rounded. Beyond CO, y has zeros.
-
-    `extra` adds 1x1 convolutions of other tensors in the same accumulator. Their filters are rows
-    any multiple of 16 bytes apart: columns of the filter of a concatenation. With `tf32` y of
-    float32 is rounded to TF32: products in that read it.
-    """
-    terms = {"emb": emb, "residual": residual, "extra": extra or (), "extra_bias": extra_bias}
-    terms |= {"width": width, "allow_tf32": allow_tf32, "tf32": tf32}
+    """conv(x) + bias + the terms, and its partials: of each tile of H W / K pixels, the sum of y
+    and that of (y - mean of the tile)^2, with y as it was rounded. Beyond CO, y has zeros. With
+    `tf32` y of float32 is rounded to TF32: products in that read it."""
     n, h, w, _ = x.shape
+    added, options = Terms(**terms), {"width": width, "allow_tf32": allow_tf32, "tf32": tf32}
     if config is None:
-        added = {"emb": emb is not None, "residual": residual is not None, "stats": stats}
-        added |= {"extra": [other for other, _ in extra or ()], "allow_tf32": allow_tf32}
-        spec = forward_spec(x, weight, width, **added)
+        asked = added.asked | {"stats": stats, "allow_tf32": allow_tf32}
+        spec = forward_spec(x, weight, width, **asked)
 
         def run(c: tuple) -> Tensor:
-            return conv_forward(x, weight, bias, **terms, stats=stats, config=c)[0]
+            return conv_forward(x, weight, bias, **options, stats=stats, config=c, **terms)[0]
 
         config = select(FORWARD, spec, describe(x.device), run).config
     tiles = None
     if stats:
         tiles = boxes_of_image(summed_box(config, box_of(config, n, h, w, even=True)), h, w)
-    given = forward_operands(x, weight, bias, tiles, **terms)
+    given = forward_operands(x, weight, bias, tiles, added, **options)
     if n:
         FORWARD.kernel_of(config).launch(config, given)
     return given.y, given.partials
@@ -175,30 +167,22 @@ def forward_operands(
     weight: Tensor,
     bias: Tensor,
     tiles: int | None,  # of an image, of which partials are wanted
+    terms: Terms,
     *,
-    emb: Tensor | None = None,
-    residual: Tensor | None = None,
-    extra: Sequence[tuple[Tensor, Tensor]] | None = None,
-    extra_bias: Tensor | None = None,
     width: int | None = None,
     allow_tf32: bool = True,
     tf32: bool = False,
 ) -> Operands:
     """Those of `conv_forward`, checked, and its results, to be written."""
-    extra = extra or ()
     n, h, w, _ = x.shape
     co, _, _, _ = weight.shape
-    _check(weight, x, residual, *(other for other, _ in extra))
-    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
-    assert len(extra) <= 2
-    assert all(w1x1.shape == (co, other.shape[3]) for other, w1x1 in extra)
+    _check(weight, x)
     width = co if width is None else width
     assert width == co or (co < width <= -(-co // 16) * 16 and tiles is None)
     y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
-    assert residual is None or residual.shape == y.shape
+    terms.check(y, co)
     partials = None if tiles is None else _partials(tiles, y)
-    beside = () if residual is None else (residual,)
-    given = Operands(x, weight, y, bias, partials, beside, extra, extra_bias, emb)
+    given = Operands(x, weight, y, bias, partials, *terms.operands)
     return given._replace(precision=precision_of(x.dtype, allow_tf32), tf32=tf32)
 
 
@@ -269,8 +253,8 @@ def _partials(tiles: int, y: Tensor) -> Tensor:
     return _empty((len(y), tiles, 2, y.shape[3]), dtype=torch.float32, device=y.device)
 
 
-def _check(weight: Tensor, *tensors: Tensor | None) -> None:
+def _check(weight: Tensor, *tensors: Tensor) -> None:
     assert weight.permute(0, 2, 3, 1).is_contiguous() and is_aligned(weight)
     assert weight.shape[2] % 2 == weight.shape[3] % 2 == 1
     for x in tensors:
-        assert x is None or (x.is_contiguous() and x.dtype == weight.dtype)
+        assert x.is_contiguous() and x.dtype == weight.dtype

@@ -14,8 +14,7 @@ Tensors of which 1x1 convolutions are added may be half as large in both directi
 upsampled on the way.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
-from .fused_spec import forward_spec
+from .fused_spec import Terms, forward_spec
 from .hopper import row_mma
 from .hopper.operands import Norm, Operands
 
@@ -101,14 +100,10 @@ def norm_conv(
     weight: Tensor,  # [CO, CI, 3, 3] in channels_last memory, dtype of x
     bias: Tensor,  # float32 [CO]
     *,
-    emb: Tensor | None = None,  # float32 [N, CO], rows any distance apart
-    residual: Tensor | None = None,  # [N, H, W, CO], dtype of x
-    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C] or half of H, W; [CO, C]
-    extra_bias: Tensor | None = None,  # float32 [CO]
     config: NormConv | None = None,
+    **terms: Any,  # of `Terms`, where tensors of `extra` may have half of the rows and columns
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
-    """conv(act(norm(x))) + bias + emb + residual + `extra`, and its partials, as `conv_forward`
-    leaves them."""
+    """conv(act(norm(x))) + bias + the terms, and its partials, as `conv_forward` leaves them."""
     check_activation(activation)
     n, h, w, ci = x.shape
     co = weight.shape[0]
@@ -116,27 +111,24 @@ def norm_conv(
     for row in (norm.scale, norm.shift):
         assert row is None or (row.shape == (n, ci) and row.stride(1) == 1)
     assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.dtype == x.dtype
-    assert emb is None or (emb.shape == (n, co) and emb.stride(1) == 1)
-    others = [other for other, _ in extra]
-    assert all(t.is_contiguous() for t in (x, *others))
-    assert residual is None or (residual.shape == (n, h, w, co) and residual.is_contiguous())
+    assert x.is_contiguous()
+    added = Terms(**terms)
     if config is None:
-        rest = {"emb": emb, "residual": residual, "extra": extra, "extra_bias": extra_bias}
 
         def run(c: NormConv) -> Tensor:
-            return norm_conv(x, norm, activation, weight, bias, **rest, config=c)[0]
+            return norm_conv(x, norm, activation, weight, bias, config=c, **terms)[0]
 
         of_norm = {"groups": norm.num_groups, "tiles": (norm.tiles[0],)}
-        spec = forward_spec(x, weight, extra=others, residual=residual is not None, **of_norm)
+        spec = forward_spec(x, weight, **added.asked, **of_norm)
         config = select(NORM_CONV, spec, describe(x.device), run).config
     y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    added.check(y, co)
     tiles = h * w // config.block_m
     sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
-    beside = () if residual is None else (residual,)
     table = norm_table(*norm) if config.table else None
     of_x = Norm(activation, norm, table, config.producers)
     row_mma.launch(
         row_mma.StationaryWeights(config.block_m),
-        Operands(x, weight, y, bias, sums, beside, extra, extra_bias, emb, norm=of_x),
+        Operands(x, weight, y, bias, sums, *added.operands, norm=of_x),
     )
     return y, sums
