@@ -223,8 +223,8 @@ def _one_line(otherwise: Callable[..., str]) -> Callable[..., str]:
 def readable(arguments: Sequence[str]) -> list[str]:
     """The arguments as Hydra can read them: it takes options before or behind the settings alone,
     and no ~ at all, which shells replace at the beginning of a word but not behind `dataset.path=`;
-    and no letters beyond ASCII nor a second = (in ckpt=epoch=0550.ckpt, runs=[SWEEP/optim.lr=0.1,B])
-    but in quotes."""
+    and no letters beyond ASCII nor a second = (in ckpt=epoch=0550.ckpt, runs=[SWEEP/lr=0.1,B]) but
+    in quotes."""
     options, settings = _parted(arguments)
     pairs = (argument.partition("=") for argument in settings)
     given = [key + equals + _readable_value(value) for key, equals, value in pairs]

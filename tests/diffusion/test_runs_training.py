@@ -1,8 +1,10 @@
 """What a run refuses, when it refuses it, and what is left of it then."""
 
+import contextlib
 import dataclasses
 import errno
 import io
+import shutil
 import threading
 import warnings
 
@@ -408,6 +410,56 @@ def test_tensorboard_is_not_imported_before_there_is_something_to_write(tmp_path
     with pytest.raises(ConfigError, match="tensorboard is not installed; .*tensorboard=false"):
         run_log.RunLog(tmp_path, 1, 1)
     run_log.RunLog(tmp_path, 1, 1, tensorboard=False).close()
+
+
+def test_tables_that_are_deleted_in_a_run_are_written_again(tmp_path, caplog):
+    """The loss curve would end the run, and later rows would go into no file."""
+    tables = [tmp_path / "metrics.csv", tmp_path / "held_out.csv"]
+    log = run_log.RunLog(tmp_path, 0, 0, tensorboard=False)
+
+    def write(step):
+        log.row(dict.fromkeys(run_log.FIELDS, 0.5) | {"step": step})
+        log.held_out({"held_out": 0.5}, step)
+
+    write(1)
+    whole = [table.read_text() for table in tables]
+    tables[0].unlink()
+    log.curve()
+    assert (tmp_path / "loss.png").is_file()
+    for table in tables:
+        table.unlink(missing_ok=True)
+    write(2)
+    log.close()
+    for table, before in zip(tables, whole, strict=True):
+        assert table.read_text().startswith(before)
+        assert [row["step"] for row in run_log.read_rows(table)] == ["1", "2"]
+    assert "metrics.csv was deleted; it is written again" in caplog.text
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()  # a run whose whole folder is gone ends
+    log = run_log.RunLog(tmp_path, 0, 0, tensorboard=False)
+    shutil.rmtree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        log.curve()
+    log.close()
+
+
+def test_a_run_outlives_the_folder_of_tensorboard(tmp_path, recwarn):
+    log = run_log.RunLog(tmp_path, 0, 0)
+    log.row(dict.fromkeys(run_log.FIELDS, 1))
+    (writer,) = log._board.all_writers.values()
+    events = writer.event_writer._async_writer
+    (tmp_path / "tensorboard").rename(tmp_path / "elsewhere")
+    for step in range(2, 100):
+        log.row(dict.fromkeys(run_log.FIELDS, 1) | {"step": step})
+        if log._board is not None:
+            with contextlib.suppress(FileNotFoundError):
+                log._board.flush()
+    events._worker.join(timeout=60)
+    assert log._board is None
+    log.preview(run_log.Preview(Image.new("RGB", (8, 8))), 100)
+    log.close()
+    assert len(run_log.read_rows(tmp_path / "metrics.csv")) == 99
+    assert [str(w.message) for w in recwarn if "TensorBoard's events" in str(w.message)]
 
 
 def test_a_full_disk_under_tensorboard_is_one_line(tmp_path, capsys, recwarn):
