@@ -412,6 +412,22 @@ def test_tensorboard_is_not_imported_before_there_is_something_to_write(tmp_path
     run_log.RunLog(tmp_path, 1, 1, tensorboard=False).close()
 
 
+@pytest.mark.parametrize("place", [".", "runs/a"])
+def test_a_run_does_not_write_its_samples_among_its_data(tmp_path, monkeypatch, place):
+    """The next run would learn them, and their folder as a class."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (8, 8)).save("a.png")
+    for source in (".", "../" + tmp_path.name, str(tmp_path)):
+        given = ("dataset=folder", f"dataset.path={source}", "dataset.size=8", *NO_DATASET)
+        with pytest.raises(ConfigError, match=r"run_dir=.* lies in dataset\.path=.*: give a run"):
+            run(tmp_path / place, *given)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "a.png").rename(tmp_path / "pictures" / "a.png")
+    given = ("dataset=folder", "dataset.path=pictures", "dataset.size=8", *NO_DATASET)
+    assert run(tmp_path / "pictures of a run", *given) is not None
+
+
 def test_tables_that_are_deleted_in_a_run_are_written_again(tmp_path, caplog):
     """The loss curve would end the run, and later rows would go into no file."""
     tables = [tmp_path / "metrics.csv", tmp_path / "held_out.csv"]
