@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import threading
 import warnings
 import zipfile
 from collections import Counter
@@ -34,8 +35,7 @@ EXTENSIONS = (
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _MAX_SKIPPED = 0.01  # more corrupt files, if not a single one, are no accident
 _MOST_PIXELS = 150_000_000  # of one image; decoded, that is 0.45 GB in each of up to 16 threads
-# Pillow warns of an attack from 89 million on, which a camera or a microscope has
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+_OPENING = threading.Lock()
 _ORIENTATION = 0x0112  # of EXIF: from 5 on height and width are exchanged
 _CHUNK = 1024  # files in flight; the decoded ones wait in memory for their turn
 
@@ -150,7 +150,7 @@ def decode_image(
 ) -> tuple[np.ndarray, tuple[int, int]]:  # uint8 [H, W, C], and (H, W) that it had
     """Read one image. Alpha is kept for 4 channels, else laid over `background`."""
     mode = _MODES[channels]
-    with Image.open(file) as image:
+    with _opened(file) as image:
         _check_pixels(image)
         # a JPEG can be decoded at 1/2, 1/4 or 1/8; keep twice the wanted size for the filter below
         image.draft(None, (2 * max(size), 2 * max(size)))
@@ -165,6 +165,17 @@ def decode_image(
         if image.mode in ("CMYK", "LAB"):  # Pillow has no direct way from here to gray
             image = image.convert("RGB")
         return _fit(image.convert(mode), size), (image.height, image.width)
+
+
+def _opened(file: BinaryIO) -> Image.Image:
+    """An image whose pixels are not decoded yet, without Pillow's warning of an attack from 89
+    million pixels on, which a camera or a microscope has. Warnings are filtered for the whole
+    process, so one thread at a time does it, and waits for the disk before."""
+    file.read(1)
+    file.seek(0)
+    with _OPENING, warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(file)
 
 
 def _check_pixels(image: Image.Image) -> None:
@@ -293,7 +304,7 @@ def _common_size(files: ImageFiles) -> tuple[int, int]:
 
     def size_of(name: str) -> tuple[int, int] | Exception:
         try:
-            with files.open(name) as file, Image.open(file) as image:
+            with files.open(name) as file, _opened(file) as image:
                 _check_pixels(image)
                 sides = (image.height, image.width)
                 return sides[::-1] if image.getexif().get(_ORIENTATION, 1) >= 5 else sides
