@@ -147,7 +147,8 @@ def _show_powers(axes: Any, values: Sequence[float]) -> None:
         return
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(Plain())
-    axes.yaxis.set_minor_formatter(Plain())
+    # within a decade, where 1 may be the only power or there is none, all of 2, 3, ... 9
+    axes.yaxis.set_minor_formatter(Plain(minor_thresholds=(2, 1)))
 
 
 def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path) -> None:
