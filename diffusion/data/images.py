@@ -52,6 +52,11 @@ class ImageFiles:
     class_names: tuple[str, ...] | None
     open: Callable[[str], BinaryIO]
 
+    @property
+    def name(self) -> str:
+        """Of the folder or zip, also where it is given as "."."""
+        return os.path.basename(os.path.abspath(self.path))
+
 
 def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
     """Find the images under `path`, a folder or a .zip.
@@ -289,7 +294,7 @@ def read_together(
     with a bar, and a warning of those that cannot."""
     decoders, files, count = (first, *others), first.files, len(first)
     found = zip(*(decoder.read(0, count) for decoder in decoders), strict=True)
-    with Progress(count, unit="img", what=files.path.name, leave=False) as progress:
+    with Progress(count, unit="img", what=files.name, leave=False) as progress:
         for i, images in enumerate(found):
             if all(isinstance(image, np.ndarray) for image in images):
                 yield list(images), None if files.labels is None else files.labels[i]
@@ -371,7 +376,7 @@ def set_of(
         torch.from_numpy(images[: len(labels)]),
         None if files.labels is None else torch.tensor(labels),
         files.class_names,
-        name=files.path.name,
+        name=files.name,
         notes=(enlarged_note(small, len(decoder), decoder.size),) if small else (),
         **more,
     )

@@ -305,3 +305,9 @@ def test_large_images_are_read_without_a_warning_and_others_still_have_it(
         Image.open(path).close()
     filters = [entry[2] for entry in warnings.filters if entry[0] == "ignore"]
     assert Image.DecompressionBombWarning not in filters
+
+
+def test_a_folder_given_as_a_dot_has_its_name(tmp_path, monkeypatch):
+    save(tmp_path / "photos" / "a.png")
+    monkeypatch.chdir(tmp_path / "photos")
+    assert load_folder(".").name == "photos"

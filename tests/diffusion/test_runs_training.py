@@ -23,7 +23,7 @@ from diffusion.runs.sampling import sample
 from diffusion.runs.training import train
 from diffusion.runs.training_checks import write_config
 from diffusion.tracking import run_log
-from diffusion.training import image_task
+from diffusion.training import image_task, trainer
 
 from ..end_to_end.run import TINY
 from ..test_configs import composed
@@ -426,6 +426,16 @@ def test_a_run_does_not_write_its_samples_among_its_data(tmp_path, monkeypatch, 
     (tmp_path / "a.png").rename(tmp_path / "pictures" / "a.png")
     given = ("dataset=folder", "dataset.path=pictures", "dataset.size=8", *NO_DATASET)
     assert run(tmp_path / "pictures of a run", *given) is not None
+
+
+@pytest.mark.parametrize(("steps", "said"), [(2, False), (3, True)])
+def test_the_time_of_the_remaining_steps_is_said_if_there_are_any(
+    tmp_path, monkeypatch, capsys, steps, said
+):
+    monkeypatch.setattr(trainer, "_MEASURED_FROM", 1)
+    monkeypatch.setattr(trainer, "_MEASURED_TO", 2)
+    train(composed(*TINY, f"train.steps={steps}"), tmp_path / "run")
+    assert ("for the remaining 1 steps" in capsys.readouterr().out) == said
 
 
 def test_tables_that_are_deleted_in_a_run_are_written_again(tmp_path, caplog):
