@@ -197,6 +197,7 @@ def plot_chunks(
             axes.tick_params(labelsize=7)
             if i == 0:
                 axes.set_title(f"action {d}", fontsize=8)
+    panels[0][0].xaxis.get_major_locator().set_params(integer=True)  # shared by all
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8)
     figure.supxlabel("time step of the chunk; shaded: acted out", fontsize=8)
