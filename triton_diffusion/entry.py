@@ -174,6 +174,10 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
             raise
         groups = ", ".join(sorted(_groups(config_name)))
         _fail(f"null is no choice of a group of the configuration, which are {groups}")
+    except OSError as error:  # Hydra makes the folder of a sweep
+        if sweep.current() is None or error.filename is None:
+            raise
+        _fail(f"{error.filename} cannot be written: {error.strerror}")
     except Exception as error:
         if type(error).__name__ not in sweep.DIED:
             raise
