@@ -378,6 +378,8 @@ def _in_file(
             f"ckpt={path} is a weights file and does not say its network: give model=NAME,"
             " for example model=unet_cu"
         )
+    if diffusion is None:
+        _say_assumed(path)
     return _Found(
         path=path,
         settings=model,
@@ -402,6 +404,8 @@ def _in_diffusers(
         raise ConfigError(f"model= and diffusion= are for a weights file; {folder} says its own")
     process = found.process
     if process is None:
+        if diffusion is None:
+            _say_assumed(folder)
         learned = found.out_channels == 2 * found.in_channels
         variance = "learned_range" if learned else "fixed_small"
         process = construct(Process, {"variance": variance} | (diffusion or {}), "diffusion")
@@ -428,6 +432,14 @@ def _in_diffusers(
         class_names=found.class_names,
         spacing=found.spacing,
         as_diffusers=True,
+    )
+
+
+def _say_assumed(path: Path) -> None:
+    warnings.warn(
+        f"{path} does not say what it was trained for: taken is diffusion=linear, which predicts"
+        " epsilon; give diffusion=NAME if that is wrong, or to confirm it",
+        stacklevel=5,
     )
 
 

@@ -47,6 +47,15 @@ def test_their_model_computes_the_same_here(tmp_path, options):
     assert difference(model, load_trained(tmp_path, CPU).model) < TOLERANCE
 
 
+def test_an_objective_that_is_assumed_is_said(tmp_path, recwarn):
+    """A network without its scheduler may predict something else, and would draw no picture."""
+    theirs().save_pretrained(tmp_path)
+    load_trained(tmp_path, CPU, diffusion={})
+    assert not [w for w in recwarn if "what it was trained for" in str(w.message)]
+    with pytest.warns(UserWarning, match="does not say what it was trained for: taken is diffusion"):
+        load_trained(tmp_path, CPU)
+
+
 def test_old_directories(tmp_path):
     """The parts at the top, weights that are pickled, and attention by its first names."""
     model = theirs()
