@@ -285,3 +285,6 @@ if __name__ == "__main__":
     except (ConfigError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)

@@ -1,5 +1,7 @@
 """When lines of a page begin and end, and what is written over the bars."""
 
+from dataclasses import replace
+
 import pytest
 
 from diffusion.plan.moves import MAIN, SECOND, THIRD
@@ -68,3 +70,17 @@ def test_families(op, flops, family):
 def test_a_picture_of_few_lines(tmp_path):
     draw(PAGE, tmp_path / "plan.png", "title")
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_said_of_memory_is_within_the_picture(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    long = "34 MB at the peak of a step, of what it needs; " * 9
+    draw(replace(PAGE, memory=long), tmp_path / "a.png", "t")
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    title, page = figure._suptitle.get_window_extent(), figure.bbox
+    assert page.x0 <= title.x0 and title.x1 <= page.x1
+    assert title.y1 <= page.y1 and not title.overlaps(figure.axes[0].get_tightbbox())

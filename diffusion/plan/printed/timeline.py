@@ -1,6 +1,7 @@
 """A page as a picture: a bar a line, as long as it is predicted to take, or cannot be quicker than;
 a row a stream."""
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -27,6 +28,7 @@ _COLOURS = {  # which differ for all eyes (Okabe and Ito)
     "other": "#999999",
 }
 _WIDTH, _DPI = 12, 150  # inches, and pixels of each
+_LETTERS, _LINE = 150, 0.14  # of a line of the title as wide as that; its height in inches
 _SHORT = 0.002  # of the whole time: shorter bars touch, and longer ones have a white edge
 _NAMED = 0.03  # of the whole time: a span so long has room for its name
 _GAP = 0.001  # of the whole time, between spans
@@ -52,7 +54,9 @@ def draw(page: Page, path: Path, title: str = "") -> None:
     end = max((end for _, end in spans), default=0.0) or 1.0
     scale, unit = (1e-3, "ms") if end >= 1000 else (1.0, "us")
     used = sorted({line.stream for line in page.lines if not _is_skipped(line)} | {MAIN})
-    figure = Figure(figsize=(_WIDTH, 2.2 + 0.75 * len(used)), layout="constrained")
+    said = [*textwrap.wrap(title, _LETTERS), *textwrap.wrap(str(page.memory), _LETTERS)]
+    height = 1.92 + _LINE * len(said) + 0.75 * len(used)
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     rows = {stream: row for row, stream in enumerate(used)}
@@ -85,8 +89,7 @@ def draw(page: Page, path: Path, title: str = "") -> None:
     axes.set_xlabel(
         f"{unit}: as predicted where costs were fitted, else the least that is possible"
     )
-    said = f"{title}\n{page.memory}".strip()
-    figure.suptitle(said, x=0.01, ha="left", fontsize=9)
+    figure.suptitle("\n".join(said), x=0.01, ha="left", fontsize=9)
     figure.legend(ncols=len(_COLOURS), loc="outside lower center", frameon=False)
     figure.savefig(path, dpi=_DPI)
 
