@@ -64,8 +64,10 @@ def build(
     from .factory import build_model
     from .runtime.backend import choose_backend, precision_on
     from .runtime.distributed import choose_device
+    from .settings import as_plain
 
     settings = preset("model", model, **changes) if isinstance(model, str) else model | changes
+    settings, size, channels = as_plain(settings), as_plain(size), as_plain(channels)
     on = choose_device(device)
     follows = (precision or "bf16", precision or "fp32")
     chosen = choose_backend("auto", precision or precision_on(on, "bf16"), on, "precision")
@@ -99,7 +101,7 @@ def train(
     choose_threads_now()  # before what imports PyTorch
     from .presets import chosen_with, defaults_of_training, filled
     from .runs.training import train as run
-    from .settings import check_keys
+    from .settings import as_plain, check_keys
 
     check_keys(settings, [*defaults_of_training(), *_named(train)], "")
     dataset = filled("dataset", dataset)
@@ -114,7 +116,7 @@ def train(
         "run_dir": str(run_dir),
         "train": defaults_of_training() | settings,
     }
-    return run(config, Path(run_dir))
+    return run(as_plain(config), Path(run_dir))
 
 
 def load(
@@ -198,9 +200,11 @@ def sample(
     from .runs.editing import edited_options, load_edit
     from .runs.sampling import choose_labels, choose_values, load_guide
     from .sampling.draw import draw
-    from .settings import check_keys
+    from .settings import as_plain, check_count, check_keys
 
     check_keys(options, [*_OPTIONS, *_named(sample)], "")
+    n, batch_size = check_count("n", n), check_count("batch_size", batch_size)
+    label, negative, steps, seed = (as_plain(value) for value in (label, negative, steps, seed))
     trained = source if isinstance(source, Trained) else load(source, device=device)
     model = trained.model.eval()
     on = next(model.parameters()).device
@@ -208,7 +212,7 @@ def sample(
     edited = edited_options(init, mask, strength, resample)
     return draw(
         model,
-        trained.sampler(on, sampler=sampler, steps=steps, **options, **edited),
+        trained.sampler(on, sampler=sampler, steps=steps, **as_plain(options), **edited),
         n,
         trained.image_shape,
         seed=seed,
@@ -246,8 +250,10 @@ def evaluate(
 
     choose_threads_now()  # before what imports PyTorch
     from .runs.evaluation import evaluate as run
+    from .settings import as_plain
 
-    return run({"ckpt": str(ckpt), "metrics": list(metrics), **settings}) or {}
+    metrics = [metrics] if isinstance(metrics, str) else list(metrics)
+    return run(as_plain({"ckpt": str(ckpt), "metrics": metrics, **settings})) or {}
 
 
 def prepare(src: str | Path, out: str | Path, **settings: Any) -> None:
@@ -257,8 +263,9 @@ def prepare(src: str | Path, out: str | Path, **settings: Any) -> None:
     it was killed, the same call continues. ConfigError: a setting or the data are wrong.
     """
     from .runs.prepare import prepare_as_configured
+    from .settings import as_plain
 
-    prepare_as_configured({"src": str(src), "out": str(out), **settings})
+    prepare_as_configured(as_plain({"src": str(src), "out": str(out), **settings}))
 
 
 def preset(group: str, name: str, **changes: Any) -> dict[str, Any]:

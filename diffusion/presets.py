@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from .errors import ConfigError
+from .settings import shown
 
 _HERE = Path(__file__).resolve().parent
 # inside the package where a wheel was installed, beside it in a checkout
@@ -27,6 +28,8 @@ _Loader.add_implicit_resolver(
 def preset(group: str, name: str, **changes: Any) -> dict[str, Any]:
     """The settings of configs/GROUP/NAME.yaml with these changes. ConfigError: there is none."""
     path = CONFIGS / group / f"{name}.yaml"
+    if not path.parent.is_dir():
+        raise ConfigError(f"{group} is no group; choose one of model, dataset, diffusion, optim")
     if not path.is_file():
         choices = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
         raise ConfigError(f"{group}={name} is unknown; choose one of {', '.join(choices)}")
@@ -40,6 +43,8 @@ def filled(group: str, given: str | dict[str, Any], otherwise: str | None = None
     their `name`, or is called `otherwise`."""
     if isinstance(given, str):
         return preset(group, given)
+    if not isinstance(given, dict):
+        raise ConfigError(f"{group}={shown(given)} is wrong; expected a name or a dict of settings")
     name = given.get("name", otherwise)
     known = isinstance(name, str) and (CONFIGS / group / f"{name}.yaml").is_file()
     return preset(group, name) | given if known else dict(given)

@@ -107,6 +107,26 @@ def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
+def as_plain(value: Any) -> Any:
+    """As a file of the configuration has it. Callers from Python give paths, tuples, and numbers
+    and arrays of NumPy, as of np.logspace, that no such file can hold."""
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def check_count(key: str, value: Any) -> int:
+    """A number of images that a caller from Python gives. ConfigError: it is none."""
+    value = as_plain(value)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{key}={shown(value)}; expected a whole number, at least 1")
+    return value
+
+
 def _is_needed(parameter: inspect.Parameter) -> bool:
     several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     return parameter.default is parameter.empty and not several

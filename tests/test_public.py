@@ -95,6 +95,41 @@ def test_train_load_and_sample(tmp_path):
     assert code == 0 and "done already" in out + err
 
 
+def test_values_of_python_are_those_of_the_configuration(tmp_path):
+    """Paths, tuples and NumPy's numbers, which the run's config.yaml cannot hold as they are; what
+    is wrong is named before anything is drawn."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    small = {"device": "cpu", "sample_count": 0, "tensorboard": False, "precision": "fp32"}
+    for rate in np.logspace(-4, -4, 1):
+        loss = diffusion.train(
+            tmp_path.parent / f"{tmp_path.name}_run",
+            dataset={"name": "folder", "path": tmp_path, "size": (8, 8)},
+            model=diffusion.preset("model", "unet_tiny", channel_mult=np.array([1, 2])),
+            optim={"lr": rate},
+            steps=np.int64(1),
+            batch_size=np.int32(2),
+            **small,
+        )
+    assert np.isfinite(loss)
+    trained = diffusion.load(tmp_path.parent / f"{tmp_path.name}_run", device="cpu")
+    assert len(diffusion.sample(trained, np.int64(2), steps=np.int64(1), seed=np.int64(1))) == 2
+    assert len(diffusion.sample(trained, 1, steps=1, eta=np.float32(0.5))) == 1
+    network = diffusion.build("unet_tiny", size=np.int64(16), num_classes=np.int64(3))
+    assert network.num_classes == 3
+    for n in (-1, 0, 2.5, "2", None):
+        with pytest.raises(ConfigError, match="n=.*; expected a whole number, at least 1"):
+            diffusion.sample(trained, n)
+    with pytest.raises(ConfigError, match=r"mask=an array \[8, 8\] goes with init=IMAGE"):
+        diffusion.sample(trained, 1, mask=np.ones((8, 8)))
+    for group in ("dataset", "optim"):
+        with pytest.raises(ConfigError, match=f"{group}=null is wrong; expected a name or a dict"):
+            diffusion.train(tmp_path / "none", **{group: None}, **small)
+    with pytest.raises(ConfigError, match="models is no group; choose one of model, dataset, "):
+        diffusion.preset("models", "unet_tiny")
+    with pytest.raises(ConfigError, match="give reference="):  # and not "metrics has l"
+        diffusion.evaluate(trained.run_dir, metrics="loss", device="cpu")
+
+
 def test_what_goes_with_rollouts_is_taken_for_them(tmp_path):
     loss = diffusion.train(
         tmp_path / "run",

@@ -31,7 +31,7 @@ def edited_options(
     if init is None:
         for key, value in (("mask", mask), ("strength", strength)):
             if value is not None:
-                raise ConfigError(f"{key}={shown(value)} goes with init=IMAGE, which is not given")
+                raise ConfigError(f"{key}={_named(value)} goes with init=IMAGE, which is not given")
     if mask is None and resample != 1:
         raise ConfigError(f"resample={shown(resample)} goes with init=IMAGE mask=IMAGE; leave it 1")
     if strength is None:
@@ -165,5 +165,5 @@ def _pictures(key: str, source: Images, size: tuple[int, int], channels: int) ->
     return torch.from_numpy(image.copy())[None]
 
 
-def _named(source: Images) -> str:
+def _named(source: Images | float) -> str:
     return f"an array {list(source.shape)}" if isinstance(source, np.ndarray) else str(source)
