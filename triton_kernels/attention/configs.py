@@ -12,7 +12,7 @@ from ..registry.spec import AttentionSpec
 from ..runtime.device import Device
 from . import hopper as head, relayed, streamed, tile_launch
 from .few_keys import FEW_KEYS, FEW_KEYS_GRAD
-from .tiles import BwdConfig, Tile, block_d, bwd_config, bwd_tiles, bwd_work, fwd_tiles, fwd_work
+from .tiles import BwdConfig, Tile, block_d, bwd_config, bwd_tiles, fwd_tiles, work
 
 
 @configures("head")
@@ -141,7 +141,7 @@ TILES = Kernel(
     Tile,
     configs=fwd_tiles,
     launch=tile_launch.forward,
-    work=fwd_work,
+    work=work,
     borrows=AMPERE,
 )
 HEAD = Kernel("head", HeadTile, head.refuse, head_tiles, launch=head.forward)
@@ -162,7 +162,7 @@ TILES_GRAD = Kernel(
     configs=bwd_tiles,
     cost=tiles_grad_cost,
     launch=tile_launch.backward,
-    work=bwd_work,
+    work=work,
     fitted_by=("one_pass",),
     borrows=AMPERE,
 )

@@ -150,40 +150,28 @@ def _is_timed(spec: AttentionSpec, gpu: Device) -> bool:
     return gpu.mma_sync or gpu.hopper and spec.keys is not None
 
 
-def fwd_work(spec: AttentionSpec, gpu: Device, c: Tile) -> Work | None:
-    """What its programs do, where costs are fitted to times."""
-    if not _is_timed(spec, gpu):
-        return None
-    d, steps = block_d(spec.d), triton.cdiv(spec.seen, c.step)
-    return Work(
-        tiles=spec.n * triton.cdiv(spec.t, c.keep),
-        resident=_resident(c, spec, gpu),
-        products=2 * c.keep * steps * c.step * d,
-        fetched=(c.keep + 2 * steps * c.step) * d * spec.itemsize,
-        steps=steps,
-        written=c.keep * steps * c.step,
-        memory=spec.bytes,
-    )
-
-
-def bwd_work(spec: AttentionSpec, gpu: Device, c: BwdConfig) -> Work | None:
-    """Likewise. Of two launches, the mean of their programs, as of one launch of them all."""
+def work(spec: AttentionSpec, gpu: Device, c: Tile | BwdConfig) -> Work | None:
+    """What its programs do, where costs are fitted to times. Of two launches, the mean of their
+    programs, as of one launch of them all."""
     if not _is_timed(spec, gpu):
         return None
     d = block_d(spec.d)
     of_keys, of_queries = triton.cdiv(spec.seen, c.keep), triton.cdiv(spec.t, c.keep)
     over_queries, over_keys = triton.cdiv(spec.t, c.step), triton.cdiv(spec.seen, c.step)
-    if c.one_pass:
-        tiles, steps, products = of_keys, of_keys * over_queries, 5 * of_keys * over_queries
+    if isinstance(c, Tile):
+        tiles, kept, steps, products = of_queries, 1, over_keys, 2 * over_keys
+    elif c.one_pass:
+        tiles, kept, steps = of_keys, 2, over_queries
+        products = 5 * steps
     else:
-        tiles, steps = of_keys + of_queries, of_keys * over_queries + of_queries * over_keys
-        products = 4 * of_keys * over_queries + 3 * of_queries * over_keys
-    steps, products = steps / tiles, products / tiles * c.keep * c.step * d
+        tiles, kept = of_keys + of_queries, 2
+        steps = (of_keys * over_queries + of_queries * over_keys) / tiles
+        products = (4 * of_keys * over_queries + 3 * of_queries * over_keys) / tiles
     return Work(
         tiles=spec.n * tiles,
         resident=_resident(c, spec, gpu),
-        products=products,
-        fetched=(2 * c.keep + 2 * steps * c.step) * d * spec.itemsize,
+        products=products * c.keep * c.step * d,
+        fetched=(kept * c.keep + 2 * steps * c.step) * d * spec.itemsize,
         steps=steps,
         written=c.keep * steps * c.step,
         memory=spec.bytes,

@@ -239,9 +239,5 @@ def _cost(spec: NormSpec, gpu: Device, config: MultiPass) -> float:
     return of_passes(spec.bytes + (read if x >= CACHE else 0), 3)
 
 
-def _configs(*_: Any) -> list[MultiPass]:
-    return [MultiPass()]
-
-
-MULTI_PASS = Kernel("multi_pass", MultiPass, configs=_configs, cost=_cost, launch=_forward)
-MULTI_PASS_GRAD = Kernel("multi_pass", MultiPass, configs=_configs, cost=_cost, launch=_backward)
+MULTI_PASS = Kernel("multi_pass", MultiPass, cost=_cost, launch=_forward)
+MULTI_PASS_GRAD = Kernel("multi_pass", MultiPass, cost=_cost, launch=_backward)
