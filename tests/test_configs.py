@@ -235,8 +235,6 @@ def test_options_may_stand_between_settings(monkeypatch):
         *("-m", "--config-dir", "d", "--cfg", "job"),
         *("a=1", "b=/home/u/x", "c='é'"),
     ]
-    given = ["a=[s/lr=0.1, é,b]", "b=[[x=1],2]", "c=[]", "d=[1,2],[3]", "e=['x=1',y]"]
-    assert entry.readable(given) == ["a=['s/lr=0.1','é',b]", *given[1:]]
     assert entry.with_own(["o=1"], ["--cfg", "job", "a=2"]) == ["--cfg", "job", "o=1", "a=2"]
 
 

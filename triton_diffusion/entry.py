@@ -174,10 +174,6 @@ def run_entry(main: Callable[[], Any], config_name: str) -> NoReturn:
             raise
         groups = ", ".join(sorted(_groups(config_name)))
         _fail(f"null is no choice of a group of the configuration, which are {groups}")
-    except OSError as error:  # Hydra makes the folder of a sweep
-        if sweep.current() is None or error.filename is None:
-            raise
-        _fail(f"{error.filename} cannot be written: {error.strerror}")
     except Exception as error:
         if type(error).__name__ not in sweep.DIED:
             raise
@@ -227,8 +223,7 @@ def _one_line(otherwise: Callable[..., str]) -> Callable[..., str]:
 def readable(arguments: Sequence[str]) -> list[str]:
     """The arguments as Hydra can read them: it takes options before or behind the settings alone,
     and no ~ at all, which shells replace at the beginning of a word but not behind `dataset.path=`;
-    and no letters beyond ASCII nor a second = (in ckpt=epoch=0550.ckpt, runs=[SWEEP/lr=0.1,B]) but
-    in quotes."""
+    and no letters beyond ASCII nor a second = (in ckpt=epoch=0550.ckpt) but in quotes."""
     options, settings = _parted(arguments)
     pairs = (argument.partition("=") for argument in settings)
     given = [key + equals + _readable_value(value) for key, equals, value in pairs]
@@ -282,9 +277,6 @@ def _parted(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _readable_value(value: str) -> str:
     value = os.path.expanduser(value) if value.startswith("~/") else value
-    inside = value[1:-1] if value.startswith("[") and value.endswith("]") else None
-    if inside is not None and not set(inside) & set(_SYNTAX) - {","}:
-        return f"[{','.join(_readable_value(part.strip()) for part in inside.split(','))}]"
     needs_quotes = not value.isascii() or "=" in value
     return f"'{value}'" if needs_quotes and not set(value) & set(_SYNTAX) else value
 

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import threading
 import warnings
 import zipfile
 from collections import Counter
@@ -35,7 +34,8 @@ EXTENSIONS = (
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _MAX_SKIPPED = 0.01  # more corrupt files, if not a single one, are no accident
 _MOST_PIXELS = 150_000_000  # of one image; decoded, that is 0.45 GB in each of up to 16 threads
-_OPENING = threading.Lock()
+# Pillow warns of an attack from 89 million on, which a camera or a microscope has
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 _ORIENTATION = 0x0112  # of EXIF: from 5 on height and width are exchanged
 _CHUNK = 1024  # files in flight; the decoded ones wait in memory for their turn
 
@@ -51,11 +51,6 @@ class ImageFiles:
     labels: list[int] | None
     class_names: tuple[str, ...] | None
     open: Callable[[str], BinaryIO]
-
-    @property
-    def name(self) -> str:
-        """Of the folder or zip, also where it is given as "."."""
-        return os.path.basename(os.path.abspath(self.path))
 
 
 def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
@@ -155,7 +150,7 @@ def decode_image(
 ) -> tuple[np.ndarray, tuple[int, int]]:  # uint8 [H, W, C], and (H, W) that it had
     """Read one image. Alpha is kept for 4 channels, else laid over `background`."""
     mode = _MODES[channels]
-    with _opened(file) as image:
+    with Image.open(file) as image:
         _check_pixels(image)
         # a JPEG can be decoded at 1/2, 1/4 or 1/8; keep twice the wanted size for the filter below
         image.draft(None, (2 * max(size), 2 * max(size)))
@@ -170,17 +165,6 @@ def decode_image(
         if image.mode in ("CMYK", "LAB"):  # Pillow has no direct way from here to gray
             image = image.convert("RGB")
         return _fit(image.convert(mode), size), (image.height, image.width)
-
-
-def _opened(file: BinaryIO) -> Image.Image:
-    """An image whose pixels are not decoded yet, without Pillow's warning of an attack from 89
-    million pixels on, which a camera or a microscope has. Warnings are filtered for the whole
-    process, so one thread at a time does it, and waits for the disk before."""
-    file.read(1)
-    file.seek(0)
-    with _OPENING, warnings.catch_warnings():
-        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        return Image.open(file)
 
 
 def _check_pixels(image: Image.Image) -> None:
@@ -294,7 +278,7 @@ def read_together(
     with a bar, and a warning of those that cannot."""
     decoders, files, count = (first, *others), first.files, len(first)
     found = zip(*(decoder.read(0, count) for decoder in decoders), strict=True)
-    with Progress(count, unit="img", what=files.name, leave=False) as progress:
+    with Progress(count, unit="img", what=files.path.name, leave=False) as progress:
         for i, images in enumerate(found):
             if all(isinstance(image, np.ndarray) for image in images):
                 yield list(images), None if files.labels is None else files.labels[i]
@@ -309,7 +293,7 @@ def _common_size(files: ImageFiles) -> tuple[int, int]:
 
     def size_of(name: str) -> tuple[int, int] | Exception:
         try:
-            with files.open(name) as file, _opened(file) as image:
+            with files.open(name) as file, Image.open(file) as image:
                 _check_pixels(image)
                 sides = (image.height, image.width)
                 return sides[::-1] if image.getexif().get(_ORIENTATION, 1) >= 5 else sides
@@ -376,7 +360,7 @@ def set_of(
         torch.from_numpy(images[: len(labels)]),
         None if files.labels is None else torch.tensor(labels),
         files.class_names,
-        name=files.name,
+        name=files.path.name,
         notes=(enlarged_note(small, len(decoder), decoder.size),) if small else (),
         **more,
     )

@@ -107,27 +107,18 @@ class _Parts:
             if same and self._samples.is_file():  # or its finished file was renamed just now
                 return
             self._check_idle()
-            try:
-                self._begin_anew(plan)
-            except FileNotFoundError:
-                raise
-            except OSError:  # such as a full disk
-                shutil.rmtree(self.folder, ignore_errors=True)
-                raise
-
-    def _begin_anew(self, plan: Path) -> None:
-        for file in self.folder.iterdir():
-            if file.name != "folder.lock":
-                file.unlink()
-        size = self.format.offset + len(self.source) * self.format.item_bytes
-        with open(self._samples, "wb") as file:
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)  # a full disk is seen now
-            except OSError as error:
-                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-                file.truncate(size)
-        _write_whole(plan, self._plan)
+            for file in self.folder.iterdir():
+                if file.name != "folder.lock":
+                    file.unlink()
+            size = self.format.offset + len(self.source) * self.format.item_bytes
+            with open(self._samples, "wb") as file:
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size)  # a full disk is seen now
+                except OSError as error:
+                    if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                        raise
+                    file.truncate(size)
+            _write_whole(plan, self._plan)
 
     def _check_idle(self) -> None:
         for lock in self.folder.glob("[0-9]*.lock"):

@@ -84,11 +84,9 @@ def _numbered(path: Path, file: np.lib.npyio.NpzFile) -> Iterator[tuple[tuple[st
         found[kind] = {int(match[1]): match[0] for match in matches if match}  # 7 may be 007
     observed, acted = (sorted(found[kind]) for kind in _KINDS)
     if observed != acted:
-        single = set(observed) ^ set(acted)
-        alone = [name for kind in _KINDS for i, name in found[kind].items() if i in single]
         raise ConfigError(
-            f"{path} holds {_few(alone)} alone; expected observation_i and action_i for each"
-            " episode i"
+            f"{path} holds observation_i for i in {_few(observed)} and action_i for i in"
+            f" {_few(acted)}; expected both for each episode"
         )
     for i in observed:
         names = tuple(found[kind][i] for kind in _KINDS)

@@ -335,8 +335,7 @@ class UNet(Network):
         if len(self.image_size) != 2 or any(s <= 0 or s % factor for s in self.image_size):
             raise ConfigError(
                 f"image_size={self.image_size} does not suit {len(self.channel_mult)} levels; "
-                f"height and width have to be multiples of {factor}; dataset.size sets them, or "
-                "for a packed file size= of tools/prepare.py"
+                f"height and width have to be multiples of {factor}; dataset.size sets them"
             )
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout={self.dropout}; expected a number from 0 to below 1")

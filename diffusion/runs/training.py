@@ -146,7 +146,7 @@ def _train(
         for line in (threads_chosen(), long_run(config, settings, process.learns_variance)):
             if line is not None:
                 tqdm.write(f"note: {line}")
-    check_run_dir(run_dir, config["dataset"])
+    check_run_dir(run_dir)
     if own_rank() == 0 and run_dir.is_dir():
         _take(lock, run_dir)
     resume_from = resume_point(settings.resume, run_dir)

@@ -16,12 +16,6 @@ from ..training.trainer import TrainSettings
 from .resume_point import resume_point
 
 _GROUPS = ("dataset", "model", "diffusion", "optim", "train", "backend", "device", "run_dir")
-# settings of data sets that take every picture below a folder
-_READ_AT_ANY_DEPTH = {
-    "folder": ("path",),
-    "pairs": ("path", "condition"),
-    **dict.fromkeys(("mnist", "fashion_mnist", "cifar10"), ("path",)),
-}
 _PLACE = ("run_dir", "train.resume")  # where a run goes on, which is said anyway
 
 
@@ -42,23 +36,13 @@ def _check_named(settings: Any, group: str) -> None:
         raise ConfigError(f"{group}.name={shown(settings.get('name'))} is wrong; expected text")
 
 
-def check_run_dir(run_dir: Path, dataset: dict[str, Any]) -> None:
-    """The folder can be made, or written to, and its pictures do not become training data."""
+def check_run_dir(run_dir: Path) -> None:
+    """The folder can be made, or written to."""
     nearest = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
     if not nearest.is_dir():
         raise ConfigError(f"run_dir={run_dir}: {nearest} is a file; give a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"run_dir={run_dir}: {nearest} cannot be written to")
-    for key in _READ_AT_ANY_DEPTH.get(dataset["name"], ()):
-        source = dataset.get(key)
-        if not isinstance(source, str):
-            continue
-        folder = Path(source).expanduser()
-        if folder.is_dir() and run_dir.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(
-                f"run_dir={run_dir} lies in dataset.{key}={source}, where the samples of this run"
-                " would become data: give a run_dir outside of it"
-            )
 
 
 def check_untouched(resume: str | None, run_dir: Path, resume_from: Path | None) -> None:

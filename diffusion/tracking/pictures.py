@@ -147,8 +147,7 @@ def _show_powers(axes: Any, values: Sequence[float]) -> None:
         return
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(Plain())
-    # within a decade, where 1 may be the only power or there is none, all of 2, 3, ... 9
-    axes.yaxis.set_minor_formatter(Plain(minor_thresholds=(2, 1)))
+    axes.yaxis.set_minor_formatter(Plain())
 
 
 def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path) -> None:
@@ -197,7 +196,6 @@ def plot_chunks(
             axes.tick_params(labelsize=7)
             if i == 0:
                 axes.set_title(f"action {d}", fontsize=8)
-    panels[0][0].xaxis.get_major_locator().set_params(integer=True)  # shared by all
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2, fontsize=8)
     figure.supxlabel("time step of the chunk; shaded: acted out", fontsize=8)

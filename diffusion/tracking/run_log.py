@@ -10,7 +10,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,8 +40,6 @@ WALL_CLOCK = ("images_per_s", "seconds", "gpu_gib")
 # by TensorBoard and trackers
 _SHOWN = ("loss", "lr", "grad_norm", "images_per_s", "skipped_steps", "gpu_gib")
 _FRAMES = 12  # pictures in the film strip
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -156,32 +154,13 @@ class RunLog:
         threading.excepthook = _quiet_board(self._hook)
         return SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=self._purge_step)
 
-    def _on_board(
-        self, numbers: dict[str, float], step: int, picture: Image.Image | None = None
-    ) -> None:
-        """Show them in TensorBoard, if there is one. It is for watching: where its folder was
-        deleted, its writer has warned, and the run goes on without."""
-        if self._board is None:
-            return
-        try:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, step)
-            if picture is not None:
-                self._board.add_image("samples", np.asarray(picture), step, dataformats="HWC")
-        except FileNotFoundError:
-            self._close_board()
-            self._board = None
-
-    def _close_board(self) -> None:
-        with suppress(FileNotFoundError):
-            self._board.close()
-        threading.excepthook = self._hook
-
     def row(self, values: dict[str, float]) -> None:
         """Append one row of FIELDS."""
         self._metrics.append(values)
         shown = {f"train/{name}": values[name] for name in _SHOWN}
-        self._on_board(shown, values["step"])
+        if self._board is not None:
+            for name, value in shown.items():
+                self._board.add_scalar(name, value, values["step"])
         if self._tracker is not None:
             self._tracker.log(shown, values["step"])
 
@@ -192,7 +171,9 @@ class RunLog:
             self._held_out = _Table(path, fields, self._evaluated_before)
         self._held_out.append({"step": step, **values})
         shown = {f"held_out/{k}": v for k, v in values.items() if isinstance(v, float)}
-        self._on_board(shown, step)
+        if self._board is not None:
+            for name, value in shown.items():
+                self._board.add_scalar(name, value, step)
         if self._tracker is not None:
             self._tracker.log(shown, step)
 
@@ -204,7 +185,9 @@ class RunLog:
         save_grid(preview.picture, preview.rows, path)
         if preview.rows:
             draw_film(folder, self.run_dir / "film.png", _FRAMES)
-        self._on_board({}, step, preview.picture)
+        if self._board is not None:
+            pixels = np.asarray(preview.picture)
+            self._board.add_image("samples", pixels, step, dataformats="HWC")
         if self._tracker is not None:
             self._tracker.show(preview.picture, step)
         self.curve()
@@ -215,14 +198,14 @@ class RunLog:
         if self._scores is None:
             self._scores = _Table(self.run_dir / "scores.csv", ("step", *scores), self.step)
         self._scores.append({"step": step, **scores})
-        shown = {f"scores/{name}": value for name, value in scores.items()}
-        self._on_board(shown, step)
+        if self._board is not None:
+            for name, value in scores.items():
+                self._board.add_scalar(f"scores/{name}", value, step)
         if self._tracker is not None:
-            self._tracker.log(shown, step)
+            self._tracker.log({f"scores/{k}": v for k, v in scores.items()}, step)
 
     def curve(self) -> None:
         """Draw loss.png."""
-        self._metrics.keep()
         draw_loss_curve(self.metrics, self.run_dir / "loss.png")
 
     def close(self) -> None:
@@ -232,7 +215,8 @@ class RunLog:
             if table is not None:
                 table.close()
         if vars(self).get("_board") is not None:
-            self._close_board()
+            self._board.close()
+            threading.excepthook = self._hook
         if self._tracker is not None:
             self._tracker.close()
 
@@ -268,36 +252,24 @@ def _is_number(text: str) -> bool:
 
 class _Table:
     """A CSV file that is continued behind `step`. Columns that it has from a version with others
-    stay. If the file is deleted while the run goes on, it is written again with all its rows."""
+    stay."""
 
     def __init__(self, path: Path, fields: Sequence[str], step: int) -> None:
         kept = [row for row in read_rows(path) if int(row["step"]) <= step]
         fields = tuple(dict.fromkeys((*fields, *(kept[0] if kept else ()))))
-        self._path, self._text = path, io.StringIO(newline="")
-        self._csv = csv.DictWriter(self._text, fields)
-        self._csv.writeheader()
-        self._csv.writerows(kept)
-        write_whole(path, self._text.getvalue())
+        text = io.StringIO(newline="")
+        table = csv.DictWriter(text, fields)
+        table.writeheader()
+        table.writerows(kept)
+        write_whole(path, text.getvalue())
         self._file = open(path, "a", newline="")  # noqa: SIM115 (closed in close)
+        self._csv = csv.DictWriter(self._file, fields)
 
     def append(self, values: dict[str, Any]) -> None:
-        self.keep()
-        before = self._text.tell()
         self._csv.writerow(
             {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in values.items()}
         )
-        self._text.seek(before)
-        self._file.write(self._text.read())
         self._file.flush()
-
-    def keep(self) -> None:
-        """See that the file is there. OSError: it was deleted and cannot be written."""
-        if self._path.exists():
-            return
-        write_whole(self._path, self._text.getvalue())
-        self._file.close()
-        self._file = open(self._path, "a", newline="")  # noqa: SIM115 (closed in close)
-        log.warning("%s was deleted; it is written again with all its rows", self._path)
 
     def close(self) -> None:
         self._file.close()

@@ -163,7 +163,7 @@ class Trainer:
                 self._say_first()
             if done == start + _MEASURED_FROM:
                 measured = self._now()
-            if done == start + _MEASURED_TO and not last:
+            if done == start + _MEASURED_TO:
                 self._announce(done, (self._now() - measured) / (_MEASURED_TO - _MEASURED_FROM))
             if done % s.log_every == 0 or last:
                 loss = interval.mean_loss(done)

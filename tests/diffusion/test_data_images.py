@@ -2,7 +2,6 @@
 
 import json
 import logging
-import warnings
 import zipfile
 
 import numpy as np
@@ -291,23 +290,3 @@ def test_real_photos(real_data):
     assert small.images.shape == (600, 24, 32, 3)
     middle = data.images[:, 8:56].float()  # the rows that the crop to 3:4 keeps
     assert abs(small.images.float().mean() - middle.mean()) < 0.5
-
-
-def test_large_images_are_read_without_a_warning_and_others_still_have_it(
-    tmp_path, monkeypatch, recwarn
-):
-    """A camera's image is no attack; what another part of the program opens is its own matter."""
-    path = save(tmp_path / "a.png", np.zeros((10, 10, 3), np.uint8))
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 60)
-    assert only(tmp_path).shape == (10, 10, 3)
-    assert not recwarn.list
-    with pytest.warns(Image.DecompressionBombWarning):
-        Image.open(path).close()
-    filters = [entry[2] for entry in warnings.filters if entry[0] == "ignore"]
-    assert Image.DecompressionBombWarning not in filters
-
-
-def test_a_folder_given_as_a_dot_has_its_name(tmp_path, monkeypatch):
-    save(tmp_path / "photos" / "a.png")
-    monkeypatch.chdir(tmp_path / "photos")
-    assert load_folder(".").name == "photos"

@@ -141,22 +141,6 @@ def test_losses_stand_on_a_logarithmic_axis(last, scale):
     assert axes.get_yscale() == scale and "0.6" in labels
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.65, 1.75), (0.011, 0.024), (0.3, 2.5), (2, 30)])
-def test_a_logarithmic_axis_has_several_numbers(low, high):
-    """A single one says nothing of the others' distances."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5))
-    axes = figure.add_subplot()
-    axes.plot([low, high])
-    pictures._show_powers(axes, [low, high])
-    figure.draw_without_rendering()
-    bottom, top = axes.get_ylim()
-    ticks = [*axes.yaxis.get_major_ticks(), *axes.yaxis.get_minor_ticks()]
-    shown = {t.label1.get_text() for t in ticks if bottom <= t.get_loc() <= top} - {""}
-    assert len(shown) >= 3, shown
-
-
 def test_steps_below_a_curve_are_whole_numbers():
     from matplotlib.figure import Figure
 

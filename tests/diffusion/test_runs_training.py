@@ -1,10 +1,8 @@
 """What a run refuses, when it refuses it, and what is left of it then."""
 
-import contextlib
 import dataclasses
 import errno
 import io
-import shutil
 import threading
 import warnings
 
@@ -23,7 +21,7 @@ from diffusion.runs.sampling import sample
 from diffusion.runs.training import train
 from diffusion.runs.training_checks import write_config
 from diffusion.tracking import run_log
-from diffusion.training import image_task, trainer
+from diffusion.training import image_task
 
 from ..end_to_end.run import TINY
 from ..test_configs import composed
@@ -410,82 +408,6 @@ def test_tensorboard_is_not_imported_before_there_is_something_to_write(tmp_path
     with pytest.raises(ConfigError, match="tensorboard is not installed; .*tensorboard=false"):
         run_log.RunLog(tmp_path, 1, 1)
     run_log.RunLog(tmp_path, 1, 1, tensorboard=False).close()
-
-
-@pytest.mark.parametrize("place", [".", "runs/a"])
-def test_a_run_does_not_write_its_samples_among_its_data(tmp_path, monkeypatch, place):
-    """The next run would learn them, and their folder as a class."""
-    monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (8, 8)).save("a.png")
-    for source in (".", "../" + tmp_path.name, str(tmp_path)):
-        given = ("dataset=folder", f"dataset.path={source}", "dataset.size=8", *NO_DATASET)
-        with pytest.raises(ConfigError, match=r"run_dir=.* lies in dataset\.path=.*: give a run"):
-            run(tmp_path / place, *given)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "a.png").rename(tmp_path / "pictures" / "a.png")
-    given = ("dataset=folder", "dataset.path=pictures", "dataset.size=8", *NO_DATASET)
-    assert run(tmp_path / "pictures of a run", *given) is not None
-
-
-@pytest.mark.parametrize(("steps", "said"), [(2, False), (3, True)])
-def test_the_time_of_the_remaining_steps_is_said_if_there_are_any(
-    tmp_path, monkeypatch, capsys, steps, said
-):
-    monkeypatch.setattr(trainer, "_MEASURED_FROM", 1)
-    monkeypatch.setattr(trainer, "_MEASURED_TO", 2)
-    train(composed(*TINY, f"train.steps={steps}"), tmp_path / "run")
-    assert ("for the remaining 1 steps" in capsys.readouterr().out) == said
-
-
-def test_tables_that_are_deleted_in_a_run_are_written_again(tmp_path, caplog):
-    """The loss curve would end the run, and later rows would go into no file."""
-    tables = [tmp_path / "metrics.csv", tmp_path / "held_out.csv"]
-    log = run_log.RunLog(tmp_path, 0, 0, tensorboard=False)
-
-    def write(step):
-        log.row(dict.fromkeys(run_log.FIELDS, 0.5) | {"step": step})
-        log.held_out({"held_out": 0.5}, step)
-
-    write(1)
-    whole = [table.read_text() for table in tables]
-    tables[0].unlink()
-    log.curve()
-    assert (tmp_path / "loss.png").is_file()
-    for table in tables:
-        table.unlink(missing_ok=True)
-    write(2)
-    log.close()
-    for table, before in zip(tables, whole, strict=True):
-        assert table.read_text().startswith(before)
-        assert [row["step"] for row in run_log.read_rows(table)] == ["1", "2"]
-    assert "metrics.csv was deleted; it is written again" in caplog.text
-    shutil.rmtree(tmp_path)
-    tmp_path.mkdir()  # a run whose whole folder is gone ends
-    log = run_log.RunLog(tmp_path, 0, 0, tensorboard=False)
-    shutil.rmtree(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        log.curve()
-    log.close()
-
-
-def test_a_run_outlives_the_folder_of_tensorboard(tmp_path, recwarn):
-    log = run_log.RunLog(tmp_path, 0, 0)
-    log.row(dict.fromkeys(run_log.FIELDS, 1))
-    (writer,) = log._board.all_writers.values()
-    events = writer.event_writer._async_writer
-    (tmp_path / "tensorboard").rename(tmp_path / "elsewhere")
-    for step in range(2, 100):
-        log.row(dict.fromkeys(run_log.FIELDS, 1) | {"step": step})
-        if log._board is not None:
-            with contextlib.suppress(FileNotFoundError):
-                log._board.flush()
-    events._worker.join(timeout=60)
-    assert log._board is None
-    log.preview(run_log.Preview(Image.new("RGB", (8, 8))), 100)
-    log.close()
-    assert len(run_log.read_rows(tmp_path / "metrics.csv")) == 99
-    assert [str(w.message) for w in recwarn if "TensorBoard's events" in str(w.message)]
 
 
 def test_a_full_disk_under_tensorboard_is_one_line(tmp_path, capsys, recwarn):

@@ -60,12 +60,6 @@ def test_a_job_that_fails_is_one_row(tmp_path, monkeypatch, launcher):
         assert len(processes) == len(gpus) == len(taken) and gpus <= {"7", "9"}
 
 
-def test_a_sweep_whose_folder_cannot_be_made_is_one_line(tmp_path):
-    (tmp_path / "file").touch()
-    code, _, err = run("train.py", *ONE_STEP, f"run_dir={tmp_path}/file/sweep", "train.seed=0,1")
-    assert code == 2 and err == f"error: {tmp_path}/file/sweep cannot be written: Not a directory\n"
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_each_job_of_joblib_computes_on_a_gpu_of_its_own(tmp_path):

@@ -14,7 +14,6 @@ from triton.experimental.gluon import language as gl
 from ...activations import activate_affine
 from ...hopper.compat import reinterpret
 from ...hopper.pairs import round_pairs, widen_pairs
-from .epilogue import load_table
 from .row_memory import pair_chunks, row_from
 
 
@@ -31,6 +30,17 @@ class Norm(NamedTuple):
     eps: gl.tensor
     kept: gl.shared_memory_descriptor  # float32 [2 * warpgroups, 64]
     table: gl.tensor  # float32 [N, 4, 64], all of that made in advance, or None
+
+
+@gluon.jit
+def load_table(table_ptr, n, offs, C):
+    """mean, rstd, g and b of the channels `offs` of image n."""
+    table_ptr += n.to(gl.int64) * 4 * C + offs
+    mean = gl.load(table_ptr)
+    rstd = gl.load(table_ptr + C)
+    g = gl.load(table_ptr + 2 * C)
+    b = gl.load(table_ptr + 3 * C)
+    return mean, rstd, g, b
 
 
 @gluon.constexpr_function

@@ -16,8 +16,7 @@ from ...activations import activate_affine_grad
 from ...hopper.compat import reinterpret, sync_threads, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
-from .epilogue import load_bias, load_table
-from .norm_rows import activate_rows, keep_affine, load_affine
+from .norm_rows import activate_rows, keep_affine, load_affine, load_table
 from .row_memory import pair_chunks, row_of_tap
 
 
@@ -28,6 +27,17 @@ class Vectors(NamedTuple):
     extra_bias: gl.tensor
     emb: gl.tensor
     stride_emb: gl.tensor
+
+
+@gluon.jit
+def _load_bias(vectors, n, offs):
+    """What is added to the channels `offs` of image n, but for what every pixel has of its own."""
+    bias = gl.load(vectors.first + offs)
+    if vectors.extra_bias is not None:
+        bias += gl.load(vectors.extra_bias + offs)
+    if vectors.emb is not None:
+        bias += gl.load(vectors.emb + n.to(gl.int64) * vectors.stride_emb + offs)
+    return bias
 
 
 @gluon.jit
@@ -135,9 +145,7 @@ def multiply_rows(
         if DGRAD:
             mean, rstd, g, b = load_table(vectors.first, n, offs, C)
         else:
-            bias = load_bias(
-                vectors.first, vectors.extra_bias, vectors.emb, vectors.stride_emb, n, offs
-            )
+            bias = _load_bias(vectors, n, offs)
 
         place = index * HALVES + n - first // tiles_h
         if NORM:
