@@ -93,35 +93,19 @@ def _adamw_kernel(
     if pid == 0 and not finite:
         tl.store(skipped_ptr, tl.load(skipped_ptr) + 1)
     start = pid.to(tl.int64) * BLOCK
+    tensors = (param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, ema_ptr, shadow_ptr)
     # Two copies of the code: under a mask the accesses are only as wide as the divisors of P allow.
     if start + BLOCK <= size:
-        _update(
-            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, ema_ptr, shadow_ptr, hyper_ptr,
-            norm, finite, start, size, MASKED=False, BLOCK=BLOCK,
-        )  # fmt: skip
+        _update(tensors, hyper_ptr, norm, finite, start, size, MASKED=False, BLOCK=BLOCK)
     else:
-        _update(
-            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, ema_ptr, shadow_ptr, hyper_ptr,
-            norm, finite, start, size, MASKED=True, BLOCK=BLOCK,
-        )  # fmt: skip
+        _update(tensors, hyper_ptr, norm, finite, start, size, MASKED=True, BLOCK=BLOCK)
 
 
 @triton.jit
 def _update(
-    param_ptr,
-    grad_ptr,
-    exp_avg_ptr,
-    exp_avg_sq_ptr,
-    ema_ptr,
-    shadow_ptr,
-    hyper_ptr,
-    norm,
-    finite,
-    start,
-    size,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tensors, hyper_ptr, norm, finite, start, size, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, ema_ptr, shadow_ptr = tensors
     offs = start + tl.arange(0, BLOCK)
     mask = offs < size if MASKED else None
     param = tl.load(param_ptr + offs, mask=mask)
