@@ -121,6 +121,7 @@ def test_an_evaluation_as_measured(monkeypatch, evaluation):
     """As above. The network is the framework's own: its parameters are moved to the GPU."""
     device = torch.device("cuda")
     gpu = Chip(describe(device), copies=1e12, products=1e14)
+    kernels_off(device)  # as above
     with monkeypatch.context() as patched:
         patched.setattr(JITFunction, "run", nothing)
         said, sampler = evaluated(gpu, device, *evaluation)
