@@ -19,11 +19,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import sweep_norms
+from benchmarks import sweep_channel_norms, sweep_norms
 from benchmarks.sweep_configs import OPS
 from triton_kernels.registry import cost
 from triton_kernels.registry.chips import CHIPS
-from triton_kernels.registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec, WeightGradsSpec
+from triton_kernels.registry.spec import (
+    AttentionSpec,
+    ChannelNormSpec,
+    ConvSpec,
+    NormSpec,
+    Spec,
+    WeightGradsSpec,
+)
 from triton_kernels.runtime.device import Device
 
 _FEWEST = 6  # times, of several layers, that a kernel's parameters are fitted to
@@ -61,6 +68,7 @@ def read(paths: Sequence[str], former: Device) -> Layers:
             if kernel is None or kernel.work is None:
                 continue
             kind = NormSpec if op in sweep_norms.OPS.values() else ConvSpec
+            kind = ChannelNormSpec if op in sweep_channel_norms.OPS.values() else kind
             kind = AttentionSpec if "attention" in op.name else kind
             kind = WeightGradsSpec if op is OPS["weight_grads"] else kind
             spec = _spec(kind, row["spec"])
@@ -178,6 +186,8 @@ def leave_out(layers: Layers) -> list[tuple[float, str]]:
         op, s, gpu, _ = key
         if isinstance(s, AttentionSpec):
             shape = f"{s.n}x{s.t} of {s.d} sm_{gpu.arch}"
+        elif isinstance(s, ChannelNormSpec):
+            shape = f"{s.n}x{s.pixels} of {s.c} {s.activation} sm_{gpu.arch}"
         elif isinstance(s, WeightGradsSpec):
             layers_of = " ".join(f"{conv.k}->{conv.c}" for conv in s.convs)
             shape = f"{s.n}x{s.convs[0].h}x{s.convs[0].w} {layers_of} sm_{gpu.arch}"

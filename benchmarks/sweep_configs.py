@@ -10,6 +10,7 @@ layers of models that people train.
     shapes=0            so many of the layers and batches; 0: all
     passes=forward,input_grad,weight_grad,skip_dx,split,few,attention,attention_grad,
            norm_apply,norm_backward,norm_of_sums   (`benchmarks.sweep_norms`)
+           channel_norm,channel_norm_bwd           (`benchmarks.sweep_channel_norms`)
            weight_grads         of 1x1 filters, in groups
            tf32,fp32            weight gradients in these types
            split_tf32,split_fp32
@@ -37,7 +38,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks import harness, precompile, stopwatch, sweep_norms
+from benchmarks import harness, precompile, stopwatch, sweep_channel_norms, sweep_norms
 from benchmarks.cold import Cold
 from benchmarks.harness import drawn, drawn_filters
 from benchmarks.sweep_layers import LAYERS, OF_32_BITS, OF_FEW, specs
@@ -67,7 +68,14 @@ from triton_kernels.conv.wgrad_group import WEIGHT_GRADS, conv_weight_grads
 from triton_kernels.registry.choose import listed
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.search import agree, time_call
-from triton_kernels.registry.spec import AttentionSpec, ConvSpec, NormSpec, Spec, WeightGradsSpec
+from triton_kernels.registry.spec import (
+    AttentionSpec,
+    ChannelNormSpec,
+    ConvSpec,
+    NormSpec,
+    Spec,
+    WeightGradsSpec,
+)
 from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import Device, describe
 
@@ -86,6 +94,7 @@ OPS |= {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
 OPS |= {"cross_attention": CROSS_ATTENTION, "cross_attention_grad": CROSS_ATTENTION_GRAD}
 OPS |= dict.fromkeys(OF_32_BITS, WEIGHT_GRAD)
 OPS |= {"skip_dx": SKIP_DX, "weight_grads": WEIGHT_GRADS} | sweep_norms.OPS
+OPS |= sweep_channel_norms.OPS
 
 # Tiles of attention that no chip lists yet: those that are fastest somewhere are to be tested, and
 # listed in `attention.tiles`. More sums a thread spill registers by the hundred bytes
@@ -140,6 +149,8 @@ def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor
         return Cold(op, spec, device)
     if isinstance(spec, NormSpec):
         return sweep_norms.runner(op, spec, device)
+    if isinstance(spec, ChannelNormSpec):
+        return sweep_channel_norms.runner(spec, device)
     if op is SKIP_DX:
         return _skip_runner(spec, device)
     if op is WEIGHT_GRADS:

@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from benchmarks import sweep_norms
+from benchmarks import sweep_channel_norms, sweep_norms
 from triton_kernels.registry.spec import AttentionSpec, ConvSpec, Spec, WeightGradsSpec
 
 # names of passes: of evaluations of few images, of attention, of weight gradients in 32 bits
@@ -267,8 +267,9 @@ def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, Spec]
                 found += [(name, spec)] if name in passes else []
     found += [
         (name, spec)
-        for name in sweep_norms.OPS
-        for spec in sweep_norms.specs(name)
+        for norms in (sweep_norms, sweep_channel_norms)
+        for name in norms.OPS
+        for spec in norms.specs(name)
         if name in passes
     ]
     for name in OF_ATTENTION:

@@ -313,6 +313,16 @@ def test_rows_are_in_blocks(channels, columns, in_a_warp):
         assert block_p * block_c * -(-channels // block_c) // (32 * num_warps) <= 20
 
 
+@pytest.mark.parametrize(
+    ("tile", "across"),
+    [((128, 4, 4), False), ((256, 2, 4), True), ((256, 4, 4), False), ((256, 4, 8), True)]
+    + [((512, 1, 4), True), ((512, 4, 4), True), ((64, 32, 4), False), ((16, 32, 4), False)],
+)
+def test_rows_across_warps(tile, across):
+    """Tiles whose code for sm_90 has barriers within its loop, and those that have none."""
+    assert launchers.WholeRows(*tile).across == across
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("channels", [1, 48, 64, 320, 512, 1280, 4096, MOST_CHANNELS])

@@ -17,10 +17,11 @@ from triton_kernels.conv.skip_dx import SKIP_DX
 from triton_kernels.conv.upsampled import UPSAMPLED
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.conv.wgrad_group import WEIGHT_GRADS
+from triton_kernels.norm.channel_norm import CHANNEL_NORM, CHANNEL_NORM_GRAD
 from triton_kernels.registry import choose as registry, cost
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.cost import Work
-from triton_kernels.registry.spec import ConvSpec
+from triton_kernels.registry.spec import ChannelNormSpec, ConvSpec
 
 from .chips import HOPPER
 
@@ -33,6 +34,7 @@ class TestFittedCosts:
         """Each name is that of a kernel and of the fields that its parameters depend on."""
         ops = FORWARD, INPUT_GRAD, SKIP_DX, WEIGHT_GRAD, WEIGHT_GRADS, ATTENTION, ATTENTION_GRAD
         ops += CONV_SPLIT, CONV_FEW, UPSAMPLED, CROSS_ATTENTION, CROSS_ATTENTION_GRAD
+        ops += CHANNEL_NORM, CHANNEL_NORM_GRAD
         known = {(k.name, *k.fitted_by) for op in ops for k in op.kernels if k.work is not None}
         fitted = cost.parameters(arch)
         assert len(fitted) >= 10 and not cost.parameters(70)
@@ -110,3 +112,23 @@ class TestFittedCosts:
         for config in kernel.configs(spec, HOPPER):
             half = HOPPER._replace(num_sms=66)
             assert kernel.model(spec, half, config) > 1.5 * kernel.model(spec, HOPPER, config)
+
+    @pytest.mark.parametrize("channels", [64, 72, 320, 768, 1280, 8192])
+    @pytest.mark.parametrize("op", [CHANNEL_NORM, CHANNEL_NORM_GRAD], ids=lambda op: op.name)
+    def test_every_tile_of_a_norm_over_channels_is_predicted(self, op, channels):
+        """Of 16 bits: the more pixels, and the fewer multiprocessors, the longer; on a chip that
+        nobody has fitted by the same parameters, in its own waves. None of 32 bits."""
+        given = {"c": channels, "grad": op is CHANNEL_NORM_GRAD}
+        small, large = (ChannelNormSpec(1, "bf16", 1024 * k, **given) for k in (1, 16))
+        kernel = op.kernel("whole_rows")
+        for config in kernel.configs(small, HOPPER):
+            us = kernel.model(small, HOPPER, config)
+            assert 2 < us < 100 and us < kernel.model(large, HOPPER, config) < 17 * us
+            half = HOPPER._replace(num_sms=66)
+            assert kernel.model(large, half, config) > 1.1 * kernel.model(large, HOPPER, config)
+            a100 = CHIPS["a100"].gpu
+            assert kernel.model(small, a100, config) is None
+            as_hopper = kernel.model(small, a100._replace(arch=90), config)
+            assert kernel.predict(small, a100, config) == as_hopper
+        wide = dataclasses.replace(small, dtype="fp32")
+        assert kernel.model(wide, HOPPER, kernel.configs(wide, HOPPER)[0]) is None

@@ -17,12 +17,12 @@ from torch import Tensor
 from ..activations import check_activation, rounded_grad
 from ..reductions.row_sums import RowSums, row_place
 from ..registry.choose import select
-from ..registry.cost import of_passes
+from ..registry.cost import HOPPER, Work, of_passes, programs_at_a_time
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import MOST_CHANNELS, ChannelNormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
-from ..runtime.hardware import SECTOR, VECTOR, WARP
+from ..runtime.hardware import SECTOR, THREAD_REGISTERS, VECTOR, WARP
 from ..runtime.layout import check_affine, check_nhwc
 from ..runtime.library import derivative, once_differentiable, op
 from .channel_norm_kernels import channel_norm_bwd_kernel, channel_norm_fwd_kernel
@@ -43,6 +43,21 @@ class WholeRows(NamedTuple):
     block_c: int  # channels, of which a row is some blocks
     block_p: int  # rows
     num_warps: int
+
+    @property
+    def of_lane(self) -> int:
+        """Numbers of a block that a lane has."""
+        return self.block_p * self.block_c // (WARP * self.num_warps)
+
+    @property
+    def in_row(self) -> int:
+        """Those in one row, of 16 bits: a lane reads 16 bytes at once, if it has as many."""
+        return min(self.of_lane, VECTOR // 2)
+
+    @property
+    def across(self) -> bool:
+        """Whether a row of a block is in several warps, which meet at each sum over it."""
+        return self.block_c > WARP * self.in_row
 
 
 _LANE = VECTOR // 4  # numbers of a block, of float32: so tensors of any type are read in one way
@@ -85,17 +100,54 @@ def _cost(spec: ChannelNormSpec, gpu: Device, config: WholeRows) -> float:
     return of_passes(spec.bytes, 1)
 
 
+def _work(spec: ChannelNormSpec, gpu: Device, config: WholeRows) -> Work:
+    """A step is a tile of a program. At its start gain and offset, at its end the sums over its
+    rows pass between threads that have the same channels: none do if it has one row at a time."""
+    grid = _cut(spec, config, gpu)
+    columns = triton.cdiv(spec.c, config.block_c) * config.block_c
+    numbers = grid.block_p * columns
+    return Work(
+        tiles=spec.n * grid.k,
+        resident=max(1, programs_at_a_time(0, config.num_warps, gpu, _registers(spec, config))),
+        products=grid.tiles * numbers,
+        fetched=grid.tiles * grid.block_p * spec.c * spec.moved,
+        steps=grid.tiles,
+        written=columns if grid.block_p > 1 else 0,
+        memory=spec.bytes,
+    )
+
+
+def _registers(spec: ChannelNormSpec, config: WholeRows) -> int:
+    """Of a thread, about: x in float32, backward also dz, two sums, and x and dy of the next tile in
+    16 bits; gain and offset of each channel."""
+    blocks = triton.cdiv(spec.c, config.block_c)
+    of_numbers = (5 if spec.grad else 1) * config.of_lane + 2 * config.in_row
+    return min(THREAD_REGISTERS, _OTHER_REGISTERS + blocks * of_numbers)
+
+
+_OTHER_REGISTERS = 20
+
 # Channels, and with them the tile, decide; where eps is does not
 _KEY = ("pixels", "c", "centred", "activation", "dtype")
+_WHOLE_ROWS = Kernel(
+    "whole_rows",
+    WholeRows,
+    _refuse,
+    _configs,
+    _cost,
+    work=_work,
+    fitted_by=("grad", "across"),
+    borrows=HOPPER,
+)
 CHANNEL_NORM = Op(
     "channel_norm",
     _KEY,
-    (Kernel("whole_rows", WholeRows, _refuse, _configs, _cost),),
+    (_WHOLE_ROWS,),
 )
 CHANNEL_NORM_GRAD = Op(
     "channel_norm_bwd",
     (*_KEY, "dx", "add"),
-    (Kernel("whole_rows", WholeRows, _refuse, _configs, _cost),),
+    (_WHOLE_ROWS,),
 )
 
 
@@ -135,6 +187,7 @@ def channel_norm_forward(
     residual: Tensor | None = None,  # as x, of any dtype
     dtype: torch.dtype | None = None,  # of the result; None: of x
     tf32: bool = False,  # a result in float32 is rounded to TF32
+    config: WholeRows | None = None,  # None: the registry's choice
 ) -> Tensor:  # as x
     """act((factor norm(x) weight + bias) (1 + scale) + shift) + residual, of which the first term
     is `reference.channel_norm`."""
@@ -157,7 +210,7 @@ def channel_norm_forward(
         )  # fmt: skip
         return y
 
-    return run(select(CHANNEL_NORM, spec, gpu, run).config)
+    return run(config or select(CHANNEL_NORM, spec, gpu, run).config)
 
 
 class Gradients(NamedTuple):
@@ -187,6 +240,7 @@ def channel_norm_backward(
     rows: bool | RowSums = False,  # of dx
     sums: bool | RowSums = False,  # without scale and shift
     tf32: bool = False,  # dx in float32 is rounded to TF32
+    config: WholeRows | None = None,
 ) -> Gradients:
     """Each gradient in the dtype of its tensor; those of parameters that there are not are None.
     `rows` and `sums` ask for rows, which are kept with others or in a tensor of their own."""
@@ -218,7 +272,7 @@ def channel_norm_backward(
         _, summed = run(config, bool(rows), bool(sums))
         return summed.sum(0) if dx is None else dx
 
-    config = select(CHANNEL_NORM_GRAD, spec, gpu, first).config
+    config = config or select(CHANNEL_NORM_GRAD, spec, gpu, first).config
     kept, summed = run(config, rows, sums)
     grads = (None,) * 4
     if any(asked):

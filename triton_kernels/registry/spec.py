@@ -328,7 +328,13 @@ class ChannelNormSpec(Spec):
         return self.n * self.pixels * self.c
 
     @property
-    def bytes(self) -> int:
-        """x and the result; backward x, the gradient that comes, and those that go."""
+    def moved(self) -> int:
+        """Bytes a number of x: x and the result; backward x, the gradient that comes, and those
+        that go."""
         of_x = 1 + (self.grad and self.dx) + self.add
-        return self.elements * (of_x * self.itemsize + (self.result or self.itemsize))
+        return of_x * self.itemsize + (self.result or self.itemsize)
+
+    @property
+    def bytes(self) -> int:
+        """Of all of x."""
+        return self.elements * self.moved
