@@ -101,7 +101,7 @@ def _cost(spec: ChannelNormSpec, gpu: Device, config: WholeRows) -> float:
 
 
 def _work(spec: ChannelNormSpec, gpu: Device, config: WholeRows) -> Work:
-    """A step is a tile of a program. At its start gain and offset, at its end the sums over its
+    """Backward. A step is a tile of a program. At its start gain and offset, at its end the sums over its
     rows pass between threads that have the same channels: none do if it has one row at a time."""
     grid = _cut(spec, config, gpu)
     columns = triton.cdiv(spec.c, config.block_c) * config.block_c
@@ -118,10 +118,10 @@ def _work(spec: ChannelNormSpec, gpu: Device, config: WholeRows) -> Work:
 
 
 def _registers(spec: ChannelNormSpec, config: WholeRows) -> int:
-    """Of a thread, about: x in float32, backward also dz, two sums, and x and dy of the next tile in
-    16 bits; gain and offset of each channel."""
+    """Of a thread, about: x, dz and two sums in float32, x and dy of the next tile in 16 bits; gain
+    and offset of each channel."""
     blocks = triton.cdiv(spec.c, config.block_c)
-    of_numbers = (5 if spec.grad else 1) * config.of_lane + 2 * config.in_row
+    of_numbers = 5 * config.of_lane + 2 * config.in_row
     return min(THREAD_REGISTERS, _OTHER_REGISTERS + blocks * of_numbers)
 
 
@@ -129,25 +129,26 @@ _OTHER_REGISTERS = 20
 
 # Channels, and with them the tile, decide; where eps is does not
 _KEY = ("pixels", "c", "centred", "activation", "dtype")
-_WHOLE_ROWS = Kernel(
-    "whole_rows",
-    WholeRows,
-    _refuse,
-    _configs,
-    _cost,
-    work=_work,
-    fitted_by=("grad", "across"),
-    borrows=HOPPER,
-)
 CHANNEL_NORM = Op(
     "channel_norm",
     _KEY,
-    (_WHOLE_ROWS,),
+    (Kernel("whole_rows", WholeRows, _refuse, _configs, _cost),),
 )
 CHANNEL_NORM_GRAD = Op(
     "channel_norm_bwd",
     (*_KEY, "dx", "add"),
-    (_WHOLE_ROWS,),
+    (
+        Kernel(
+            "whole_rows",
+            WholeRows,
+            _refuse,
+            _configs,
+            _cost,
+            work=_work,
+            fitted_by=("across",),
+            borrows=HOPPER,
+        ),
+    ),
 )
 
 
