@@ -54,7 +54,7 @@ def runner(spec: ChannelNormSpec, device: torch.device) -> Callable[[tuple], Ten
         if not spec.grad:
             return channel_norm_forward(x, params, eps=1e-5, config=config, **how)
         given = {"add": add if spec.add else None, "sums": True, "config": config}
-        of_x = True, False, False, False, False  # the others need another launch, of any tile's sums
+        of_x = True, False, False, False, False  # the others need another launch
         return channel_norm_backward(dy, x, params, of_x, eps=1e-5, **how, **given).dx
 
     return run

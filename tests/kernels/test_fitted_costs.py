@@ -115,8 +115,8 @@ class TestFittedCosts:
 
     @pytest.mark.parametrize("channels", [64, 72, 320, 768, 1280, 8192])
     def test_every_tile_of_a_norm_over_channels_is_predicted(self, channels):
-        """Backward, of 16 bits: the more pixels, and the fewer multiprocessors, the longer; on a chip that
-        nobody has fitted by the same parameters, in its own waves. None of 32 bits."""
+        """Backward, of 16 bits: the more pixels, and the fewer multiprocessors, the longer; on a
+        chip that nobody has fitted by the same parameters, in its own waves. None of 32 bits."""
         given = {"c": channels, "grad": True}
         small, large = (ChannelNormSpec(1, "bf16", 1024 * k, **given) for k in (1, 16))
         kernel = CHANNEL_NORM_GRAD.kernel("whole_rows")

@@ -101,8 +101,9 @@ def _cost(spec: ChannelNormSpec, gpu: Device, config: WholeRows) -> float:
 
 
 def _work(spec: ChannelNormSpec, gpu: Device, config: WholeRows) -> Work:
-    """Backward. A step is a tile of a program. At its start gain and offset, at its end the sums over its
-    rows pass between threads that have the same channels: none do if it has one row at a time."""
+    """Backward. A step is a tile of a program. At its start gain and offset, at its end the sums
+    over its rows pass between threads that have the same channels: none do if it has one row at a
+    time."""
     grid = _cut(spec, config, gpu)
     columns = triton.cdiv(spec.c, config.block_c) * config.block_c
     numbers = grid.block_p * columns
