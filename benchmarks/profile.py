@@ -62,7 +62,7 @@ _BY_KERNEL = (
         "denoise",
         r"q_sample|denoise|^_draw_|^_normal_kernel|mse_loss|randn|randint",
     ),
-    ("conv wgrad", r"wgrad|column_sum|^_sum_(partials|two|group)|^_linear_grads"),
+    ("conv wgrad", r"wgrad|column_sum|^_sum_(two|group)|^_linear_grads"),
     ("conv dgrad", r"dgrad|conv_(pointer_)?input_grad"),
     ("conv fwd", r"fprop"),
     (

@@ -27,10 +27,13 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 @triton.jit(do_not_specialize=["M", "rows_per_split"])
 def _column_sum_kernel(
     x_ptr,  # [M, C]
-    out_ptr,  # [splits, C]
+    out_ptr,  # [splits, C]; if there is one split, rows of `cols` elements, `stride_out` apart
     M,
     C,
     rows_per_split,
+    cols,  # None: there are no such rows
+    stride_out,
+    ACCUMULATE: tl.constexpr,  # add to what is there
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -46,35 +49,14 @@ def _column_sum_kernel(
         mask = (offs_m < end)[:, None] & mask_c[None, :]
         x = tl.load(x_ptr + offs_m[:, None] * C + offs_c[None, :], mask=mask, other=0.0)
         acc += x.to(tl.float32)
-    total = tl.sum(acc, axis=0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + split * C + offs_c, total, mask=mask_c)
-
-
-@triton.jit
-def _sum_partials_kernel(
-    partial_ptr,  # [splits, numel]
-    out_ptr,  # rows of `cols` elements, `stride_out` apart
-    splits,
-    numel,
-    cols,
-    stride_out,
-    ACCUMULATE: tl.constexpr,  # add to what is there
-    BLOCK_S: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    await_inputs()
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = offs < numel
-    acc = tl.zeros([BLOCK_S, BLOCK], dtype=tl.float32)
-    for split in range(0, splits, BLOCK_S):
-        offs_s = split + tl.arange(0, BLOCK_S)
-        ptrs = partial_ptr + offs_s.to(tl.int64)[:, None] * numel + offs[None, :]
-        acc += tl.load(ptrs, mask=(offs_s < splits)[:, None] & mask[None, :], other=0.0)
     total = tl.sum(acc, axis=0)
-    out_ptrs = out_ptr + (offs // cols).to(tl.int64) * stride_out + offs % cols
+    if cols is None:
+        out_ptrs = out_ptr + split * C + offs_c
+    else:
+        out_ptrs = out_ptr + (offs_c // cols).to(tl.int64) * stride_out + offs_c % cols
     if ACCUMULATE:
-        total += tl.load(out_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask)
+        total += tl.load(out_ptrs, mask=mask_c, other=0.0).to(tl.float32)
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=mask_c)
 
 
 @lru_cache
@@ -133,13 +115,13 @@ def sum_partials(
     if partial is out:
         return
     splits, numel = partial.shape[0], out.numel()
-    cols, stride = (numel, 0) if out.ndim == 1 else (numel // out.shape[0], out.stride(0))
+    cols, stride = (None, 0) if out.ndim == 1 else (numel // out.shape[0], out.stride(0))
     # sixteen elements a thread, in loads of 16 bytes: next to each other if there are enough
     block_s = min(triton.next_power_of_2(splits), 16 if numel >= 2**14 else 64)
     block = 2048 // block_s
-    _sum_partials_kernel[(triton.cdiv(numel, block),)](
-        partial, out, splits, numel, cols, stride, accumulate, BLOCK_S=block_s, BLOCK=block,
-        **(following if follows else overlapping)(out.device),
+    _column_sum_kernel[(triton.cdiv(numel, block),)](
+        partial, out, splits, numel, splits, cols, stride, accumulate,
+        BLOCK_M=block_s, BLOCK_C=block, **(following if follows else overlapping)(out.device),
     )  # fmt: skip
 
 
@@ -159,6 +141,6 @@ def _columns(c: int) -> int:
 def _launch(x: Tensor, out: Tensor, m: int, c: int, splits: int, block_m: int) -> None:
     block_c = _columns(c)
     _column_sum_kernel[(triton.cdiv(c, block_c), splits)](
-        x, out, m, c, triton.cdiv(m, splits), BLOCK_M=block_m, BLOCK_C=block_c,
+        x, out, m, c, triton.cdiv(m, splits), None, 0, False, BLOCK_M=block_m, BLOCK_C=block_c,
         num_warps=_WARPS, **overlapping(x.device),
     )  # fmt: skip
