@@ -18,7 +18,7 @@ from diffusion.plan.fuse.backward import BACKWARD_ROWS
 from diffusion.plan.fuse.forward import FORWARD_ROWS
 from diffusion.plan.fuse.preparing import PREPARING
 from diffusion.plan.fuse.rewrite import Fusing
-from diffusion.plan.fuse.rows import applied, leaving_out
+from diffusion.plan.fuse.rows import leaving_out
 from diffusion.plan.moves import nodes_of
 from diffusion.plan.ops import WEIGHT_GRADS
 from diffusion.runtime.backend import TORCH_FP32
@@ -321,71 +321,6 @@ def test_rows_of_an_embedding_are_read_where_they_lie(trains):
     reading = [n for n in made.schedule.nodes if {"scale", "shift"} & set(n.inputs)]
     assert len(reading) == 1 + trains
     assert all(makers[n.inputs["scale"]].op == "columns" for n in reading)
-
-
-class Conditioned(nn.Module):
-    """Layers of one embedding: of FiLM, of a gate that is read whole, and one without a bias."""
-
-    ROW = "layers of one embedding are one product"
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.time, self.first, self.second = nn.Linear(3, 6), nn.Linear(6, 10), nn.Linear(6, 4)
-        self.gate, self.bare = nn.Linear(6, 5), nn.Linear(6, 5, bias=False)
-
-    def forward(self, x, t):
-        emb = F.silu(self._of(self.time, t))
-        scale, shift = self._of(self.first, emb).chunk(2, dim=1)
-        y = x * (1 + scale) + shift
-        scale, shift = self._of(self.second, emb).repeat(1, 3)[:, :10].chunk(2, dim=1)
-        y = F.silu(y * (1 + scale) + shift) * torch.sigmoid(self._of(self.gate, emb))
-        return y + self._of(self.bare, emb)
-
-    def _of(self, layer, emb):
-        """In the type of the embedding, as autocast does it."""
-        bias = None if layer.bias is None else layer.bias.to(emb.dtype)
-        return F.linear(emb, layer.weight.to(emb.dtype), bias)
-
-
-def test_layers_of_one_embedding_are_one_product():
-    module, args = Conditioned(), (torch.randn(2, 5).double(), torch.randn(2, 3).double())
-    assert agree(module, args) < 1e-6  # gradients of parameters are rounded to float32
-    made = plan(module, args, trains=True)
-    assert module.ROW in str(made.graph.why)
-    forward, backward = map(nodes_of, (made.schedule.forward, made.schedule.backward))
-    products = [node for node in forward if node.op == "linear"]
-    assert [node.out.shape for node in products] == [(2, 6), (2, 19), (2, 5)]
-    assert sum(node.op == "linear_dx" for node in backward) == 2
-    assert sum(len(n.outputs) for n in backward if n.op in WEIGHT_GRADS) == 3
-    assert not [node for node in backward if node.op == "slice" and not node.is_view]
-    for options in ({}, {"trains": True}):  # without casts, filters would have to be copied
-        low = [x.float() for x in args]
-        assert module.ROW not in str(plan(module, tuple(low), **options).graph.why)
-
-
-def test_layers_of_one_embedding_under_autocast():
-    module, args = Conditioned(), (torch.randn(2, 5), torch.randn(2, 3))
-    wide = tuple(x.double() for x in args)
-    dy = torch.randn(2, 5)
-
-    def gradients(function, given):
-        given = [x.detach().requires_grad_() for x in given]
-        y = function(*given)
-        return y, *torch.autograd.grad(y, [*module.parameters(), *given], dy.to(y.dtype))
-
-    exact = gradients(module, wide)
-    with torch.autocast("cpu", torch.bfloat16):
-        theirs = gradients(module, args)
-        with applied() as rows:
-            ours = gradients(accelerate(module), args)
-    assert module.ROW in rows
-
-    def error(found):
-        apart = [(a - b).norm() / b.norm() for a, b in zip(found, exact, strict=True)]
-        return torch.stack(apart).norm()
-
-    assert error(ours) <= 2 * error(theirs)
 
 
 def test_sums_serve_every_norm_and_are_those_before_upsampling():

@@ -50,55 +50,6 @@ def _stacked(f: Fusing, before: Node, parts: list[Value], shape: tuple[int, ...]
     return f.insert(before, "cat", inputs, outputs, axis=0).out
 
 
-def _layers_together(f: Fusing, node: Node) -> Value | None:
-    """x W1, x W2, ... of a row for each image -> x [W1, W2, ...], of filters that a cast makes in
-    any case, and the results read where they lie"""
-    x = node.inputs["x"]
-    if len(x.shape) != 2 or x.shape[0] >= x.shape[1]:
-        return None  # of so many rows each product is worth its launch
-    alike = [n for n in f.readers(x) if n is not None and _shares_product(f, n, node)]
-    if len(alike) < 2 or alike[0] is not node:
-        return None
-    weights = [n.inputs["weight"] for n in alike]
-    width = sum(w.shape[0] for w in weights)
-    inputs = {"x": x, "weight": _stacked(f, node, weights, (width, x.shape[1]))}
-    if "bias" in node.inputs:
-        inputs["bias"] = _stacked(f, node, [n.inputs["bias"] for n in alike], (width,))
-    y = f.insert(node, "linear", inputs, {"y": ((x.shape[0], width), node.out.dtype)})
-    y.of_matrices, start = node.of_matrices, 0
-    for one in alike:
-        _part_of(f, one, y.out, start)
-        start += one.out.shape[1]
-    return y.out
-
-
-def _shares_product(f: Fusing, node: Node, like: Node) -> bool:
-    """Whether a node is a product of the same rows that may share one with that."""
-    if node.op != "linear" or node.inputs["x"] is not like.inputs["x"]:
-        return False
-    cast = f.maker(node.inputs["weight"], "cast")
-    if cast is None or cast.inputs["x"] not in f.graph.parameters.values():
-        return False
-    alone = f.reader(node.inputs["weight"], "linear") is node
-    same = node.out.dtype == like.out.dtype and node.of_matrices == like.of_matrices
-    return alone and same and ("bias" in node.inputs) == ("bias" in like.inputs)
-
-
-def _part_of(f: Fusing, node: Node, whole: Value, start: int) -> None:
-    """Let columns of the whole be what a node has made; also parts of these."""
-    y, parts = node.out, []
-    for reader in f.readers(node.out):
-        if reader is not None and reader.op == "slice" and reader.attrs["axis"] == 1:
-            parts.append(reader)
-    for part in parts:
-        ends = {end: start + part.attrs[end] for end in ("start", "stop")}
-        part.inputs, part.attrs = {"x": whole}, {"axis": 1, **ends}
-        f.take(part)
-    node.op, node.inputs = "slice", {"x": whole}
-    node.attrs = {"axis": 1, "start": start, "stop": start + y.shape[1]}
-    f.take(node)
-
-
 def _halves(f: Fusing, value: Value) -> list[Value] | None:
     """The two tensors of which a value is the concatenation along its channels, or None."""
     cat = f.maker(value, "cat")
@@ -172,11 +123,6 @@ PREPARING = (
     Row(
         "k and v are one product", ("attention",), _packed_kv,
         "1.6 % of an evaluation of stable_diffusion at 1 image (predicted, A100; 0 on an H100)",
-    ),
-    Row(
-        "layers of one embedding are one product", ("linear",), _layers_together,
-        "1.9 % of a step of ddpm_cifar10 at 64 images, 2.0 of denoising_diffusion at 64, 1.0 of "
-        "stable_diffusion at 4, and 20, 14 and 10 % of the launches (predicted)", ("train",)
     ),
     Row(
         "a norm reads the halves of a concat", ("norm_apply",), _norm_of_concat,
