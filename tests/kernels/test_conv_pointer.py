@@ -38,6 +38,7 @@ ODD = {
     "odd channels": Shape(2, 5, 7, 19, 33),
     "multiples of 4": Shape(2, 6, 4, 20, 12),
     "few": Shape(2, 8, 8, 3, 10),
+    "more taps than an int32 has bits": Shape(2, 9, 8, 5, 12, 7),
 }
 
 

@@ -34,24 +34,38 @@ def tile_pixels(
     APART: tl.constexpr = 1,  # rows from one of the tile to its next
 ):
     """Of a tile's pixels: their distance from the first one in pixels, whether each is inside of an
-    image, and for each of R x S taps whether that is, as bits. int32, bool, int32 [BLOCK_M]."""
+    image, and for each of R x S taps whether that is, as bits of an int32 if it has so many; else
+    of an int64, for each row of taps, from bit 32 on, and for each column. All [BLOCK_M]."""
     m = tl.arange(0, TILE_N * TILE_H * TILE_W)
     n = m // (TILE_H * TILE_W)
     h = m // TILE_W % TILE_H * APART
     w = m % TILE_W
     there = n0 + n < N
     bits = tl.zeros_like(m)
-    for tap in tl.static_range(R * S):
-        row = h0 + h + tap // S - FIRST
-        column = w0 + w + tap % S - S // 2
-        inside = there & (row >= 0) & (row < P) & (column >= 0) & (column < Q)
-        bits |= inside.to(tl.int32) << tap
+    if R * S <= 32:
+        for tap in tl.static_range(R * S):
+            row = h0 + h + tap // S - FIRST
+            column = w0 + w + tap % S - S // 2
+            inside = there & (row >= 0) & (row < P) & (column >= 0) & (column < Q)
+            bits |= inside.to(tl.int32) << tap
+    else:
+        bits = bits.to(tl.int64)
+        for r in tl.static_range(R):
+            row = h0 + h + r - FIRST
+            bits |= (there & (row >= 0) & (row < P)).to(tl.int64) << (32 + r)
+        for s in tl.static_range(S):
+            column = w0 + w + s - S // 2
+            bits |= ((column >= 0) & (column < Q)).to(tl.int64) << s
     return (n * P + h) * Q + w, there & (h0 + h < P) & (w0 + w < Q), bits
 
 
 @triton.jit
-def _load_x(x_ptrs, bits, tap, mask_k, EXACT: tl.constexpr, ROUND: tl.constexpr):
-    inside = (((bits >> tap) & 1) != 0)[:, None]
+def _load_x(x_ptrs, bits, tap, mask_k, S: tl.constexpr, EXACT: tl.constexpr, ROUND: tl.constexpr):
+    if bits.dtype == tl.int64:
+        inside = ((bits >> (32 + tap // S)) & (bits >> (tap % S)) & 1) != 0
+    else:
+        inside = ((bits >> tap) & 1) != 0
+    inside = inside[:, None]
     x = tl.load(x_ptrs, mask=inside if EXACT else inside & mask_k[None, :], other=0.0)
     return as_operand(x, x.dtype, ROUND)
 
@@ -116,7 +130,7 @@ def multiply(
             mask_k = k0 + offs_k < KX
             mask_f = k0 + offs_k < (K if TRANSPOSED else KX)
             place = ((tap // S - R // 2) * Q + tap % S - S // 2) * KX + k0
-            x = _load_x(x_ptr + place + offs_x, bits, tap, mask_k, EXACT, ROUND)
+            x = _load_x(x_ptr + place + offs_x, bits, tap, mask_k, S, EXACT, ROUND)
             w_tap = TAPS - 1 - tap if TRANSPOSED else tap
             w_ptrs = w_ptr + (w_tap * to_tap + k0 * to_k) + offs_w
             w = _load_w(w_ptrs, mask_w, mask_f, TRANSPOSED, EXACT)
@@ -130,7 +144,7 @@ def multiply(
             x_ptrs = x_ptr + k0 + offs_x
             sums = ()
             for i in tl.static_range(ROWS):
-                x = _load_x(x_ptrs + i * Q * KX, bits, 3 * i + 4, mask_k, EXACT, ROUND)
+                x = _load_x(x_ptrs + i * Q * KX, bits, 3 * i + 4, mask_k, S, EXACT, ROUND)
                 sums = sums + (tl.dot(x, w, accs[i], input_precision=PRECISION),)
             accs = sums
     else:
@@ -144,7 +158,7 @@ def multiply(
             x_ptrs = x_ptr + (s - 1 - Q) * KX + k0 + offs_x
             xs = ()
             for i in tl.static_range(ROWS + 2):
-                x = _load_x(x_ptrs + i * Q * KX, bits, s + 3 * i, mask_k, EXACT, ROUND)
+                x = _load_x(x_ptrs + i * Q * KX, bits, s + 3 * i, mask_k, S, EXACT, ROUND)
                 xs = xs + (x,)
             for r in tl.static_range(3):  # a row of the filter: fewer fragments than one of x
                 down = (-3 * r if TRANSPOSED else 3 * r) * to_tap
