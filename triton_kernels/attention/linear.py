@@ -97,7 +97,7 @@ def _of_memory(memory: Memory) -> tuple[Tensor | None, Tensor | None, int, int]:
     """Keys and values, how many, and the block of them."""
     if memory is None:
         return None, None, 0, 16
-    k, v = (x.contiguous() for x in memory)
+    k, v = (x.contiguous() for x in memory)  # of a few positions, in any strides
     return k, v, k.shape[0], max(16, triton.next_power_of_2(k.shape[0]))
 
 

@@ -62,6 +62,7 @@ class WholeRows(NamedTuple):
 
 _LANE = VECTOR // 4  # numbers of a block, of float32: so tensors of any type are read in one way
 _MOST_WARPS = 16
+_OTHER_REGISTERS = 20  # of a thread, about, beside those of its numbers
 
 
 def _refuse(spec: ChannelNormSpec, gpu: Device) -> str | None:
@@ -125,8 +126,6 @@ def _registers(spec: ChannelNormSpec, config: WholeRows) -> int:
     of_numbers = 5 * config.of_lane + 2 * config.in_row
     return min(THREAD_REGISTERS, _OTHER_REGISTERS + blocks * of_numbers)
 
-
-_OTHER_REGISTERS = 20
 
 # Channels, and with them the tile, decide; where eps is does not
 _KEY = ("pixels", "c", "centred", "activation", "dtype")
