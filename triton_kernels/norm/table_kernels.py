@@ -57,17 +57,25 @@ def norm_table_kernel(
         weight_ptr, bias_ptr, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c
     )
 
-    half_ptr = partial1_ptr + n * (K1 * 2) * C1
-    mask = mask_c & (offs_c < C1)
-    mean, var = moments_of_partials(half_ptr, pixels1, C1, offs_c, mask, K1, BLOCK_K1)
+    # most programs have channels of one half only, and read no other; zeros stand for the rest
+    c0 = pid % GB * (BLOCK_G * CG)
+    in_first = True if partial2_ptr is None else c0 < C1
+    mean = tl.zeros(offs_c.shape, tl.float32)
+    var = mean
+    if in_first:
+        half_ptr = partial1_ptr + n * (K1 * 2) * C1
+        mask = mask_c & (offs_c < C1)
+        mean, var = moments_of_partials(half_ptr, pixels1, C1, offs_c, mask, K1, BLOCK_K1)
     if partial2_ptr is not None:
-        second = offs_c >= C1
-        C2 = C - C1
-        half_ptr = partial2_ptr + n * (K2 * 2) * C2
-        mask = mask_c & second
-        mean2, var2 = moments_of_partials(half_ptr, pixels2, C2, offs_c - C1, mask, K2, BLOCK_K2)
-        mean = tl.where(second, mean2, mean)
-        var = tl.where(second, var2, var)
+        if c0 + BLOCK_G * CG > C1:
+            C2 = C - C1
+            half_ptr = partial2_ptr + n * (K2 * 2) * C2
+            mask = mask_c & (offs_c >= C1)
+            mean2, var2 = moments_of_partials(
+                half_ptr, pixels2, C2, offs_c - C1, mask, K2, BLOCK_K2
+            )
+            mean += mean2
+            var += var2
 
     # each channel of a group has as many pixels as the others, so that all weigh the same
     group_mean = tl.sum(tl.where(mask_c, mean, 0.0), 1, keep_dims=True) / CG
