@@ -4,6 +4,7 @@ They stand before the arguments that the user gave, as arguments of Hydra, so wh
 `--cfg job` shows what is taken.
 """
 
+import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,15 +16,19 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
 from diffusion.errors import ConfigError
+from diffusion.settings import NEUTRAL
 
 _CHOSEN = ("dataset", "model", "diffusion")  # groups of which each choice has settings of its own
 _MERGED = ("optim", "train")  # groups whose settings are always the same ones
 _PLACES = ("backend", "device")
+_SILENT = NEUTRAL - {"train.resume"}  # settings that say nothing of what is trained
+_NAMED = 8  # runs at most in a message
 
 
 def own_settings(arguments: Sequence[str], folders: Sequence[Path]) -> list[str]:
     """What a run that is there already adds to the arguments; [] if they name none, or are of a
-    sweep. `folders` hold the files of the groups. ConfigError: its config.yaml cannot be read."""
+    sweep. `folders` hold the files of the groups. ConfigError: its config.yaml cannot be read, or
+    there is no run and the arguments do not say what a new one would train."""
     if {"-m", "--multirun"} & set(arguments):
         return []
     try:
@@ -33,7 +38,11 @@ def own_settings(arguments: Sequence[str], folders: Sequence[Path]) -> list[str]
     except OverrideParseException:
         return []  # which Hydra reports
     path = next((Path(str(o.value()), "config.yaml") for o in given if _names_run(o)), None)
-    if path is None or not path.is_file():
+    if path is None:
+        return []
+    if not path.is_file():
+        if all(override.key_or_group in _SILENT for override in given):
+            _check_begun(path.parent)
         return []
     stored = _read(path)
     taken = set(_taken(given, folders))
@@ -50,7 +59,32 @@ def own_settings(arguments: Sequence[str], folders: Sequence[Path]) -> list[str]
 
 
 def _names_run(override: Override) -> bool:
-    return override.key_or_group == "run_dir" and isinstance(override.value(), str | int | float)
+    if override.key_or_group != "run_dir":
+        return False
+    value = override.value()
+    return isinstance(value, str | int | float) and value != ""
+
+
+def _check_begun(run_dir: Path) -> None:
+    """ConfigError if the folder has no checkpoint either; it names the runs that are near."""
+    if (run_dir / "checkpoints").is_dir():
+        return
+    found = _runs_in(run_dir) or [*_runs_in(Path("runs")), *_runs_in(run_dir.parent)]
+    runs = {run.name: str(run) for run in found}
+    meant = difflib.get_close_matches(run_dir.name, runs, n=1)
+    others = [path for name, path in sorted(runs.items()) if name not in meant]
+    hint = f"did you mean run_dir={runs[meant[0]]}? " if meant else ""
+    if others:
+        more = ", ..." if len(others) > _NAMED else ""
+        hint += f"{'other ' * bool(meant)}runs: {', '.join(others[:_NAMED])}{more}; "
+    raise ConfigError(
+        f"run_dir={run_dir} has no run to resume; {hint}a new run needs a setting that says what to"
+        " train, such as dataset=elephants"
+    )
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    return [file.parent for file in sorted(folder.glob("*/config.yaml"))]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -245,7 +245,8 @@ def test_a_signal_that_is_lost_stops_before_anything_is_done(monkeypatch, capsys
         return 0.0
 
     monkeypatch.setattr(commands, "busy_seconds", lost)
-    monkeypatch.setattr(sys, "argv", ["train.py", f"run_dir={tmp_path / 'run'}"])
+    command = ["train.py", "dataset=elephants", f"run_dir={tmp_path / 'run'}"]
+    monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as stopped:
         commands.run("train")
     assert stopped.value.code == 128 + signal.SIGINT

@@ -112,3 +112,25 @@ def test_settings_that_cannot_be_read_are_one_line(run_dir, text):
     code, _, err = run("train.py", f"run_dir={run_dir}", "train.steps=2")
     (line,) = err.splitlines()
     assert code == 2 and line.startswith(f"error: {run_dir}/config.yaml cannot be read: "), err
+
+
+def test_a_folder_without_a_run_is_one_line(run_dir):
+    """A name that was mistyped, or a folder above: with settings that only say where and how long
+    nothing begins."""
+    for name, said in (
+        (run_dir.with_name("rum"), f"did you mean run_dir={run_dir}? a new run needs"),
+        (run_dir.with_name("other"), f"no run to resume; runs: {run_dir}; a new run needs"),
+        (run_dir.parent, f"no run to resume; runs: {run_dir}; a new run needs"),
+    ):
+        there = name.exists()
+        code, out, err = run("train.py", f"run_dir={name}", "train.steps=2", "device=cpu")
+        (line,) = err.splitlines()
+        assert code == 2 and line.startswith(f"error: run_dir={name} has no run") and said in line
+        assert out == "" and name.exists() == there
+
+
+@pytest.mark.parametrize(
+    "more", [("dataset=folder",), ("optim.lr=1",), ("train.resume=a",), ("-m", "train.steps=1,2")]
+)
+def test_a_new_run_begins_where_something_says_what_it_trains(tmp_path, more):
+    assert own_settings([f"run_dir={tmp_path}/new", *more], [CONFIGS]) == []
