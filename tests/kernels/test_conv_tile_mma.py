@@ -60,6 +60,10 @@ SHAPES = {
     "10x32": Shape(11, 10, 32, 64, 64),
     "30x48": Shape(9, 30, 48, 32, 80),
     "4x128": Shape(5, 4, 128, 64, 64),
+    "64x20": Shape(5, 64, 20, 64, 64),
+    "32x28": Shape(5, 32, 28, 64, 72),
+    "16x12": Shape(9, 16, 12, 64, 64),
+    "32x4": Shape(5, 32, 4, 64, 64),
 }
 
 
@@ -68,7 +72,8 @@ CASES += [(name, torch.float16) for name in ("32x32", "8x8")]
 
 
 def skip_uncut(name: str, config: tile_mma.TileMma) -> None:
-    """Rows are fetched in pairs, and 16 pixels of an image are the fewest of a tile."""
+    """Rows are fetched in pairs, and those of all images are multiples of 8 pixels; 16 pixels of an
+    image are the fewest of a tile."""
     if tile_mma.box_of(config, SHAPES[name].h, SHAPES[name].w) is None:
         pytest.skip("images are not cut into such tiles")
 
@@ -174,6 +179,7 @@ class TestGpu:
             Shape(1, 9, 13, 64, 64),
             Shape(1, 30, 50, 64, 64),
             Shape(1, 15, 16, 64, 64),
+            Shape(1, 64, 20, 64, 64),
             Shape(1, 32, 32, 100, 64),
             Shape(1, 32, 32, 64, 64, 1),
         ):
@@ -201,7 +207,7 @@ def test_as_many_tiles_as_partials(tile):
         found += 1
         images, rows, columns = box
         assert images * rows * columns == tile.block_m
-        assert h % rows == w % columns == rows % 2 == 0
+        assert h % rows == w % columns == rows % 2 == images * columns % 8 == 0
         for n in (1, 3, 64):
             counted = boxes_of_image(box_of(tile, n, h, w, even=True), h, w)
             assert counted == (h // rows) * (w // columns)

@@ -16,7 +16,8 @@ and does not write them.
 
 Where an image, or the largest such rectangle, has fewer pixels than that, a tile takes the same of
 several images, side by side: to TMA the rows are the outermost dimension, so that row 0 of all of
-them comes before row 1, and a tap is still one address.
+them comes before row 1, and a tap is still one address. Such an address is a multiple of 8 pixels,
+and so is a row of all images of a tile: there is no tile of one image with rows of 4 pixels.
 
 Programs stay on their multiprocessor; one warp loads, and two warpgroups multiply, a tile each, so
 that the epilogue of one is beside the products of the other. `row_mma` does the same with pixels
@@ -63,6 +64,7 @@ TILES = (
 )
 
 CHANNELS = 64  # of a tile
+_CHUNK = 8  # pixels of shared memory, at multiples of which a product begins
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _WHOLE = (4, *WIDTHS)  # of those that are whole, with an epilogue
 _COLUMNS = (32, 16, 8, 4, 64)  # of a tile in other images: the first that divides them
@@ -174,10 +176,9 @@ def rings(config: TileMma, width: int, shared_memory: int) -> tuple[int, int]:
 
 def cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
     """Rows and images of a tile: rows that divide those of an image, or several whole images."""
-    if h * w < pixels:
-        return (h, pixels // (h * w)) if pixels % (h * w) == 0 and h % 2 == 0 else None
-    rows = pixels // w
-    return (rows, 1) if h % rows == 0 and rows % 2 == 0 else None  # rows are fetched in pairs
+    rows, images = (h, pixels // (h * w)) if h * w < pixels else (pixels // w, 1)
+    divides = h % rows == 0 and images * rows * w == pixels
+    return (rows, images) if divides and _fetchable(images, rows, w) else None
 
 
 def box_of(config: TileMma, h: int, w: int) -> tuple[int, int, int] | None:
@@ -187,9 +188,15 @@ def box_of(config: TileMma, h: int, w: int) -> tuple[int, int, int] | None:
         return None
     for width in (w,) if w in _WHOLE else _COLUMNS:
         rows = pixels // width
-        if rows and w % width == h % rows == rows % 2 == 0:  # rows are fetched in pairs
-            return config.block_m // pixels, rows, width
+        images = config.block_m // pixels
+        if rows and w % width == h % rows == 0 and _fetchable(images, rows, width):
+            return images, rows, width
     return None
+
+
+def _fetchable(images: int, rows: int, width: int) -> bool:
+    """Whether rows are fetched in pairs, and each begins where a product can."""
+    return rows % 2 == 0 and images * width % _CHUNK == 0
 
 
 def in_rows(
