@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .graph import Graph, Node, Value
-from .launch.products import has_usual_scale
+from .launch.products import is_of_kernels
 from .ops import WEIGHT_GRADS
 
 _MAKERS = ("linear", "conv_few")
@@ -58,7 +58,7 @@ def _round_packed(graph: Graph) -> None:
 
 def _reads_packed(reader: Node | None, maker: Node) -> bool:
     """Whether it is attention by a kernel of ours, whose q, k and v this is."""
-    if reader is None or reader.op not in _READERS or not has_usual_scale(reader):
+    if reader is None or reader.op not in _READERS or not is_of_kernels(reader):
         return False
     return reader.inputs.get("qkv") is maker.out and reader.tf32
 

@@ -5,15 +5,17 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.attention import attention, attention_fwd, hopper as head
-from triton_kernels.attention.configs import FWD_HEAD_CONFIGS, HeadGrad
+from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD, FWD_HEAD_CONFIGS, HeadGrad
 from triton_kernels.attention.launch import attention_bwd
 from triton_kernels.attention.tiles import (
     BWD_CONFIGS,
     BWD_WIDE,
     FWD_CONFIGS,
+    MAX_HEAD_DIM,
     bwd_config,
     fwd_config,
 )
+from triton_kernels.registry.chips import chip
 from triton_kernels.registry.spec import AttentionSpec, dtype_name
 from triton_kernels.runtime.dependent_launch import dependent_launches
 from triton_kernels.runtime.device import describe
@@ -44,7 +46,9 @@ SHAPES = {  # n, t, heads, d
     "narrow_head": (1, 33, 3, 5),
     "wide_head": (1, 34, 1, 128),
     "ragged_wide_head": (1, 19, 1, 192),
-    "widest_head": (1, 34, 1, 256),
+    "wider_head": (1, 34, 1, 256),
+    "ragged_wider_head": (1, 19, 1, 400),
+    "widest_head": (1, 34, 1, 512),
 }
 
 
@@ -95,6 +99,22 @@ def test_every_choice_is_in_a_tested_list():
                 assert fwd_config(spec) in FWD_CONFIGS
                 config = bwd_config(spec)
                 assert config in BWD_CONFIGS and (config.keep >= t or not config.one_pass)
+
+
+def test_heads_that_have_no_place_are_refused():
+    """By the public op's limit on every chip; the backward pass of 32 bits by shared memory too."""
+    l4, h100 = chip("l4").gpu, chip("h100").gpu
+    for op, grad in ((ATTENTION, False), (ATTENTION_GRAD, True)):
+        for gpu in (l4, h100):
+            for dtype in PRECISIONS:
+                widest = AttentionSpec(8, dtype, 256, MAX_HEAD_DIM, grad)
+                reason = op.refuse(widest, gpu)
+                if grad and gpu is l4 and widest.itemsize == 4:
+                    assert "takes 128 KiB of shared memory, the GPU has 99" in reason
+                else:
+                    assert reason is None
+                wider = AttentionSpec(8, dtype, 256, MAX_HEAD_DIM + 8, grad)
+                assert "a head has 520 channels; at most 512" in op.refuse(wider, gpu)
 
 
 def test_gradient_of_any_strides(device):
@@ -172,7 +192,7 @@ def test_same_bits_twice(device):
         ((2, 4, 64), 2, "qkv_heads", "qkv has 64 channels; expected a positive multiple of 3"),
         ((2, 4, 96), 5, "qkv_heads", "num_heads=5 does not divide C=32"),
         ((2, 4, 96), 0, "qkv_heads", "num_heads=0 does not divide C=32"),
-        ((2, 4, 816), 1, "qkv_heads", "a head has 272 channels; at most 256"),
+        ((2, 4, 1584), 1, "qkv_heads", "a head has 528 channels; at most 512"),
         ((2, 4, 96), 2, "legacy", "'legacy' is unknown; choose one of qkv_heads, heads_qkv"),
     ],
 )

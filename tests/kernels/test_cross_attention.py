@@ -135,7 +135,8 @@ SHAPES = {  # n, t, keys, heads, d
     "two_ragged_tiles": (2, 77, 131, 1, 24),
     "narrow_head": (1, 33, 7, 3, 5),
     "wide_head": (1, 34, 35, 1, 128),
-    "widest_head": (1, 19, 21, 1, 256),
+    "wider_head": (1, 19, 21, 1, 256),
+    "widest_head": (1, 19, 21, 1, 512),
 }
 
 
@@ -367,7 +368,7 @@ def test_same_bits_twice(device):
         ((2, 4, 32), (2, 3, 32), 2, r"kv has shape \[2, 3, 32\]; expected \[2, L, 64\]"),
         ((2, 4, 32), (1, 3, 64), 2, r"kv has shape \[1, 3, 64\]; expected \[2, L, 64\]"),
         ((2, 4, 32), (2, 3, 64), 5, "num_heads=5 does not divide C=32"),
-        ((2, 4, 272), (2, 3, 544), 1, "a head has 272 channels; at most 256"),
+        ((2, 4, 528), (2, 3, 1056), 1, "a head has 528 channels; at most 512"),
     ],
 )
 def test_errors(q, kv, heads, message):

@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffusion.plan.launch.products import is_of_kernels
 from diffusion.plan.trace import trace
 from tests.plan.compare import compare
+from triton_kernels.attention.tiles import MAX_HEAD_DIM
 
 ONE, NONE, HEADS = 1, 0, 3
 
@@ -209,6 +211,22 @@ def test_one_key(queries):
     module = Attends(lambda q, k, v, b: attends(*packed(q).permute(2, 0, 3, 1, 4)))
     module.packed = packed
     compared = compare(module.double(), args)
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+
+
+@pytest.mark.parametrize("d", [512, 520])
+def test_wide_heads(d):
+    """Those that the kernels have no place for are PyTorch's, forward and backward."""
+
+    class Attends(nn.Linear):
+        def forward(self, x):
+            q, k, v = (y.unsqueeze(1) for y in super().forward(x).chunk(3, -1))
+            return F.scaled_dot_product_attention(q, k, v)
+
+    module, args = Attends(4, 3 * d).double(), (torch.randn(2, 5, 4).double(),)
+    (node,) = (node for node in trace(module, args).graph.nodes if node.op == "attention")
+    assert is_of_kernels(node) == (d == MAX_HEAD_DIM)
+    compared = compare(module, args)
     assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
 
 

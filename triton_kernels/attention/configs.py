@@ -10,7 +10,7 @@ from ..registry.cost import AMPERE
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import AttentionSpec
 from ..runtime.device import Device
-from . import hopper as head, relayed, streamed, tile_launch
+from . import hopper as head, relayed, streamed, tile_launch, tiles
 from .few_keys import FEW_KEYS, FEW_KEYS_GRAD
 from .tiles import BwdConfig, Tile, block_d, bwd_config, bwd_tiles, fwd_tiles, work
 
@@ -139,7 +139,8 @@ def _in_waves(programs: int, at_a_time: int, start: float, steps: float) -> floa
 TILES = Kernel(
     "tiles",
     Tile,
-    configs=fwd_tiles,
+    tiles.refuse,
+    fwd_tiles,
     launch=tile_launch.forward,
     work=work,
     borrows=AMPERE,
@@ -159,8 +160,9 @@ RELAYED = Kernel(
 TILES_GRAD = Kernel(
     "tiles",
     BwdConfig,
-    configs=bwd_tiles,
-    cost=tiles_grad_cost,
+    tiles.refuse,
+    bwd_tiles,
+    tiles_grad_cost,
     launch=tile_launch.backward,
     work=work,
     fitted_by=("one_pass",),

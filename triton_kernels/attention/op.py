@@ -7,9 +7,9 @@ from torch import Tensor
 from ..runtime.layout import autocast, check_nhwc
 from ..runtime.library import derivative, once_differentiable, op
 from .launch import attention_bwd, attention_fwd, cross_attention_bwd, cross_attention_fwd
+from .tiles import MAX_HEAD_DIM
 
 ORDERS = ("qkv_heads", "heads_qkv")
-MAX_HEAD_DIM = 256
 
 
 def _fake_attention(qkv, num_heads, order, allow_tf32):
@@ -54,7 +54,7 @@ def attention(
     order: str = "qkv_heads",
     allow_tf32: bool = False,
 ) -> Tensor:  # [N, T, C], heads outermost in C
-    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 256.
+    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 512.
 
     `order` is the packing of the 3C channels: "qkv_heads" is [3, heads, d] (guided-diffusion's new
     order, unet.cu), "heads_qkv" is [heads, 3, d] (its legacy order). `allow_tf32` affects float32
@@ -132,7 +132,7 @@ def cross_attention(
     mask: Tensor | None = None,  # bool [N, L]: the keys that a sample has; None: all
     allow_tf32: bool = False,
 ) -> Tensor:  # [N, T, C], heads outermost in C
-    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 256, over the keys that the
+    """softmax(q k^T / sqrt(d)) v per head, d = C // num_heads, at most 512, over the keys that the
     mask selects; zeros for a sample without keys.
 
     k and v must be finite where the mask is False too. `allow_tf32` affects float32 only. Under

@@ -58,10 +58,24 @@ BWD_CONFIGS = (
 FWD_WIDE = Tile(64, 64, 4, 2)
 BWD_WIDE = BwdConfig(False, 64, 64, 8, 2)
 
+MAX_HEAD_DIM = 512  # the products of 16 rows fit every chip; in 32 bits, not those of backward
+
+
+def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
+    """Why these kernels have no place for a head."""
+    if spec.d > MAX_HEAD_DIM:
+        return f"a head has {spec.d} channels; at most {MAX_HEAD_DIM} are supported"
+    needed = _shared(bwd_config(spec) if spec.grad else fwd_config(spec), spec)
+    if needed > gpu.shared_memory:
+        has = f"the GPU has {gpu.shared_memory // 1024}"
+        return f"a head of {spec.d} channels takes {needed // 1024} KiB of shared memory, {has}"
+    return None
+
 
 def fwd_config(spec: AttentionSpec) -> Tile:
     """Choices that fit every chip: compiled for sm_89 and sm_90, d = 16 to 256 and every precision,
-    they spill at most 16 bytes of registers and need at most 81 KiB of shared memory."""
+    they spill at most 16 bytes of registers and need at most 81 KiB of shared memory, of d = 512
+    97. Backward passes of d = 512 fit in 16 bits; in 32 they take 160 KiB, and spill 680 bytes."""
     row = block_d(spec.d) * spec.itemsize  # bytes of q, k or v
     if row > 512:
         return Tile(16, 16, 4, 2)

@@ -4,13 +4,13 @@ from triton_kernels.attention.norm_attention import projected_spec
 from triton_kernels.norm.tables import Statistics
 
 from ..graph import Node
-from ..launch.products import has_usual_scale
+from ..launch.products import is_of_kernels
 from .state import Joining, norm_inputs
 
 
 def waits_for_projection(node: Node) -> bool:
-    """Whether the kernels know this attention: of packed channels, and of the usual scale."""
-    return "qkv" in node.inputs and has_usual_scale(node)
+    """Whether the kernels know this attention: of packed channels, of the usual scale, not too wide."""
+    return "qkv" in node.inputs and is_of_kernels(node)
 
 
 def attention(j: Joining, node: Node) -> None:

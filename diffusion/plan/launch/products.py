@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from triton_kernels.attention.tiles import MAX_HEAD_DIM
+
 from ..graph import Node, Value, many
 from ..ops import MEMORY, PARTS
 from .pytorch import leaf
@@ -172,11 +174,12 @@ def _of_gradient(x: Tensor, dy: Tensor, made: Value) -> tuple[Tensor, Tensor, Te
 # --- attention ------------------------------------------------------------------------------------
 
 
-def has_usual_scale(node: Node) -> bool:
-    """Whether attention, or its gradient, has the scale of the kernels, 1 / sqrt(d); others are
-    PyTorch's."""
+def is_of_kernels(node: Node) -> bool:
+    """Whether attention, or its gradient, has the scale of the kernels, 1 / sqrt(d), and no wider
+    heads; others are PyTorch's."""
     o = node.inputs.get("o", node.out)  # [..., heads d]
-    return abs(node.attrs["scale"] ** 2 * o.shape[-1] / node.attrs["heads"] - 1) < 2e-6
+    d = o.shape[-1] // node.attrs["heads"]
+    return abs(node.attrs["scale"] ** 2 * d - 1) < 2e-6 and d <= MAX_HEAD_DIM
 
 
 def _is_of_itself(given: Inputs) -> bool:
@@ -199,7 +202,7 @@ def _apart(given: Inputs) -> tuple[Tensor, Tensor]:  # [N, T, C], [N, L, 2C]
 @launches("attention")
 def _attention(run, node, given):
     heads, k = node.attrs["heads"], run.of(node)
-    if not has_usual_scale(node):
+    if not is_of_kernels(node):
         o, state = _attend(given, **node.attrs), None
     elif _is_of_itself(given):
         order = node.attrs.get("order", "qkv_heads")
@@ -215,7 +218,7 @@ def _attention(run, node, given):
 @launches("attention_grad")
 def _attention_grad(run, node, given):
     heads, k = node.attrs["heads"], run.of(node)
-    if not has_usual_scale(node):
+    if not is_of_kernels(node):
         return _attention_grad_by_autograd(node, given)
     if not _is_of_itself(given):
         q, kv = _apart(given)
@@ -246,7 +249,7 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _attend(given: Inputs, heads: int, scale: float, order: str = "qkv_heads") -> Tensor:
-    """By PyTorch, of any scale."""
+    """By PyTorch, of any scale and heads."""
     if "qkv" in given:
         qkv = given["qkv"].flatten(1, -2)
         shape = (*given["qkv"].shape[:-1], qkv.shape[-1] // 3)
