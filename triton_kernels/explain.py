@@ -21,7 +21,8 @@ and the `tiles` of its statistics.
 A norm has images, channels and `groups`; `first=64` makes it the norm of two tensors, and `tiles=4`
 computes its statistics from the partial sums of 4 tiles per image (given twice: of both tensors).
 Without groups, and over the channels of each pixel, it is a `channel_norm`, `centred` or not.
-Attention has samples and positions, heads and channels of a head.
+Attention has samples and positions, heads and channels of a head. Both have one backward pass, for
+which `backward` is a word too.
 
     python -m triton_kernels.explain "stage forward 64x16 256->512 taps=5 bf16 side batched"
 
@@ -72,7 +73,9 @@ _OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD
 _UNFUSED = {"forward": forward.FORWARD, "input_grad": forward.INPUT_GRAD}
 _JOINED = {name: op for name, op in OPS.items() if "conv" in name or "linear" in name}
 _PASSES = tuple(_OPS)
+_BACKWARD = "backward"  # the word for input_grad where there is one backward pass
 _DTYPES = ("bf16", "fp16", "tf32", "fp32")
+_WORDS = (*_PASSES, _BACKWARD, *_DTYPES)  # of every line
 _FLAGS = tuple(  # terms of an epilogue that are there or not
     field.name
     for field in dataclasses.fields(ConvSpec)
@@ -96,8 +99,8 @@ def _read(words: Sequence[str], shape: dict[str, Any], needed: dict[str, str], e
     they match, `needed` an example of a word for each name that has to be there."""
     given, said = {}, defaultdict(list)
     for word in words:
-        if word in _PASSES or word in _DTYPES:
-            what = "pass" if word in _PASSES else "dtype"
+        if word in _WORDS:
+            what = "dtype" if word in _DTYPES else "pass"
             given[what], most = word, 1
         else:
             what, most = _put(word, given, shape, example)
@@ -123,7 +126,7 @@ def _put(word: str, given: dict[str, Any], shape: dict[str, Any], example: str) 
                 return pattern, 1
             names(given, *match.groups())
             return (word, 1) if names is _flags else (pattern, _MOST.get(names, 1))
-    known = [*_PASSES, *_DTYPES, *(form for pattern in shape for form in _forms(pattern))]
+    known = [*_WORDS, *(form for pattern in shape for form in _forms(pattern))]
     near = difflib.get_close_matches(word.lower(), known, 1)
     raise ValueError(
         f"{word!r} means nothing here; {f'did you mean {near[0]}? ' if near else ''}"
@@ -205,6 +208,8 @@ _ATTENTION = {
 def _conv(words: Sequence[str]) -> tuple[Op, ConvSpec]:
     needed = {"n": "128x64x64", "k": "64->64", "dtype": "bf16"}
     which, given = _read(words, _CONV, needed, _EXAMPLE)
+    if which == _BACKWARD:
+        raise ValueError("a convolution has two backward passes; choose input_grad or weight_grad")
     unfused, name = given.pop("unfused", False) and which in _UNFUSED, given.pop("op", None)
     _check_terms(which, given, unfused, name)
     if "stride" in given:
@@ -253,6 +258,13 @@ def _size_of_result(given: dict[str, Any], grad: bool) -> dict[str, int]:
     return {"p": p, "q": q}
 
 
+def _is_grad(which: str, why: str) -> bool:
+    """Whether it is the backward pass, of what has one. ValueError: it is that of weights."""
+    if which == "weight_grad":
+        raise ValueError(f"{why}; choose forward or backward")
+    return which != "forward"
+
+
 def _norm(words: Sequence[str]) -> tuple[Op, NormSpec]:
     example = "norm forward 32x64x64 128 groups=32 bf16 silu"
     needed = {"n": "32x64x64", "c": "128", "dtype": "bf16"}
@@ -260,13 +272,12 @@ def _norm(words: Sequence[str]) -> tuple[Op, NormSpec]:
     c = given.pop("c")
     first = given.pop("first", c)
     groups = given.get("groups", 32)
-    if which == "weight_grad":
-        raise ValueError("a norm has one backward pass; choose forward or input_grad")
+    grad = _is_grad(which, "a norm has one backward pass")
     if first > c:
         raise ValueError(f"first={first} of {c} channels; expected fewer")
     if c % groups:
         raise ValueError(f"{c} channels are not divided by groups={groups}")
-    spec = NormSpec(**given, c1=first, c2=c - first, grad=which == "input_grad")
+    spec = NormSpec(**given, c1=first, c2=c - first, grad=grad)
     if spec.tiles and not spec.grad:
         if len(spec.tiles) != 1 + (spec.c2 > 0):
             tensors = 1 + (spec.c2 > 0)
@@ -279,9 +290,7 @@ def _channel_norm(words: Sequence[str]) -> tuple[Op, ChannelNormSpec]:
     example = "channel_norm forward 32x64x64 128 bf16 silu"
     needed = {"n": "32x64x64", "c": "128", "dtype": "bf16"}
     which, given = _read(words, _CHANNEL_NORM, needed, example)
-    if which == "weight_grad":
-        raise ValueError("a norm has one backward pass; choose forward or input_grad")
-    pixels, grad = given.pop("h") * given.pop("w"), which == "input_grad"
+    pixels, grad = given.pop("h") * given.pop("w"), _is_grad(which, "a norm has one backward pass")
     spec = ChannelNormSpec(**given, pixels=pixels, grad=grad)
     return (CHANNEL_NORM_GRAD if grad else CHANNEL_NORM), spec
 
@@ -290,10 +299,8 @@ def _attention(words: Sequence[str]) -> tuple[Op, AttentionSpec]:
     example = "attention forward 32x256 6x32 bf16"
     needed = {"n": "32x256", "heads": "6x32", "dtype": "bf16"}
     which, given = _read(words, _ATTENTION, needed, example)
-    if which == "weight_grad":
-        raise ValueError("attention has no weights; choose forward or input_grad")
+    grad = _is_grad(which, "attention has no weights")
     given["n"] *= given.pop("heads")
-    grad = which == "input_grad"
     spec = AttentionSpec(**given, grad=grad)
     if spec.keys is not None:
         return (CROSS_ATTENTION_GRAD if grad else CROSS_ATTENTION), spec

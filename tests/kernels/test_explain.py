@@ -81,7 +81,22 @@ def test_norms_over_channels(capsys):
     assert main(["channel_norm input_grad 32x64x64 128 bf16 silu", "gpu=h100"]) == 0
     assert "-> whole_rows" in capsys.readouterr().out
     assert main(["channel_norm weight_grad 2x8x8 16 bf16"]) == 2
-    assert "choose forward or input_grad" in capsys.readouterr().err
+    assert "choose forward or backward" in capsys.readouterr().err
+
+
+def test_backward_is_a_word_where_there_is_one_pass():
+    for line in (
+        "attention {} 32x256 6x32 bf16",
+        "attention {} 32x256 6x32 keys=78 bf16",
+        "norm {} 2x8x16 192 bf16 silu",
+        "channel_norm {} 2x8x16 192 bf16",
+    ):
+        op, spec = parse(line.format("backward"))
+        assert (op, spec) == parse(line.format("input_grad")) and spec.grad
+    with pytest.raises(ValueError, match="two backward passes; choose input_grad or weight_grad"):
+        parse("conv backward 8x16x16 64->64 3x3 bf16")
+    with pytest.raises(ValueError, match="choose forward$"):
+        parse("stage backward 64x16 256->512 taps=5 bf16")
 
 
 def test_strides(capsys):
@@ -185,7 +200,7 @@ def test_a_measured_row_is_named(capsys):
         (["norm forward 8x8x8 64 groups=24 bf16"], "64 channels are not divided by groups=24"),
         (["norm forward 8x8x8 64 groups=0 bf16"], "groups=0: numbers of at least 1 are expected"),
         (["norm forward 8x8x8 64 first=65 bf16"], "first=65 of 64 channels; expected fewer"),
-        (["norm weight_grad 8x8x8 64 bf16"], "choose forward or input_grad"),
+        (["norm weight_grad 8x8x8 64 bf16"], "choose forward or backward"),
         (["norm forward 8x8x8 bf16"], "something like 128 is missing"),
         (
             ["norm forward 8x8x8 64 bf16 tiles=1 tiles=2"],

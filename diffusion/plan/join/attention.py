@@ -9,7 +9,7 @@ from .state import Joining, norm_inputs
 
 
 def waits_for_projection(node: Node) -> bool:
-    """Whether the kernels know this attention: of packed channels, of the usual scale, not too wide."""
+    """Whether it is of packed channels, and `is_of_kernels`."""
     return "qkv" in node.inputs and is_of_kernels(node)
 
 
