@@ -1,11 +1,13 @@
 """Convolutions, norms and attention of shapes that nobody chose, on a GPU: every kernel that says
 it can, with one of its configurations, and the kernel that is chosen, beside float64.
 
-A seed is a shape. Sides are powers of two, multiples of 4 and any numbers, channels mostly
-multiples of 8, as a network of a user might have them.
+A seed is a shape, done by the kernels of the GPU and by those of one without a TMA unit. Sides are
+powers of two, multiples of 4 and any numbers, channels mostly multiples of 8, as a network of a
+user might have them.
 """
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -29,9 +31,17 @@ from .conv_fused_cases import (
     relative,
     weight_grad_reference,
 )
+from .other_chip import other_chip
 from .test_conv_hopper import spec_of
 
 pytestmark = pytest.mark.gpu
+
+@pytest.fixture(params=["native", 89], autouse=True)
+def chip(request):
+    """The GPU's own kernels, or those of compute capability 8.9."""
+    with nullcontext() if request.param == "native" else other_chip(request.param):
+        yield
+
 
 _MOST = 2**22  # numbers of a tensor, for float64 beside it
 
@@ -83,7 +93,7 @@ def _check_moments(y: torch.Tensor, partials: torch.Tensor) -> None:
     assert relative(var, y.var(1, correction=0)) <= 1e-5
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_convolution_forward(seed, device):
     rng, shape, dtype = _convolution(seed)
     x, weight, bias, emb, residual = forward_case(shape, dtype, device)
@@ -96,14 +106,14 @@ def test_convolution_forward(seed, device):
         _check_moments(y, partials)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_convolution_input_grad(seed, device):
     rng, shape, dtype = _convolution(100 + seed)
     for config in _some(INPUT_GRAD, spec_of(shape, dtype, grad=True), device, rng):
         check_grad(shape, None, dtype, device, config=config)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_convolution_weight_grad(seed, device):
     rng, shape, dtype = _convolution(200 + seed)
     n, h, w, ci, co, kernel = shape
@@ -119,7 +129,7 @@ def test_convolution_weight_grad(seed, device):
         assert relative(out, exact) <= budget
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_public_convolution(seed, device):
     """With strides, padding and filters that networks of this framework do not have."""
     rng, shape, dtype = _convolution(300 + seed)
@@ -144,7 +154,7 @@ def test_public_convolution(seed, device):
         assert relative(a.grad, b.grad) <= ROUNDING[dtype] + 2**-22 * b.grad.numel() ** 0.5
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_group_norm(seed, device):
     rng = random.Random(400 + seed)
     h, w, groups, dtype = _side(rng), _side(rng), rng.choice((1, 4, 8, 32)), _dtype(rng)
@@ -166,7 +176,7 @@ def test_group_norm(seed, device):
         assert relative(a.grad, b.grad) <= 3 * rounding + 1e-5
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_attention(seed, device):
     rng = random.Random(500 + seed)
     t = rng.choice((rng.randint(1, 300), 2 ** rng.randint(3, 11), rng.randint(300, 2500)))
