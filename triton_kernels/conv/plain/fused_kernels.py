@@ -1,10 +1,10 @@
-"""The kernels of `conv.fused` and of `conv2d`, which has no terms but a bias: a tile of a
-convolution, or several one below the other, and then an epilogue for each.
+"""The kernels of `conv.fused` and of `conv2d`, which adds a bias only. A program computes one tile
+of a convolution, or several tiles one below the other, and runs an epilogue on each.
 
-An accumulator is [channels, pixels], so a thread holds whole runs of pixels of a few channels:
-sums over pixels are nearly free, and an image of the tile is a slice [channels, image, pixels].
+An accumulator is [channels, pixels], so a thread holds runs of pixels of a few channels: sums over
+pixels are nearly free, and an image of the tile is a slice [channels, image, pixels].
 
-Products are those of `conv.plain.products`.
+`conv.plain.products` has the main loops.
 """
 
 import triton
@@ -15,41 +15,36 @@ from ...noise.dropout import kept
 from ...norm.coefficients import load_table
 from ...runtime.dependent_launch import await_inputs
 from ...tf32 import as_operand
+from .output_tiles import OutputTiles, store_partials, tile_origin, zero_outside
 from .products import (
+    Taps,
     multiply,
     multiply_parity,
     multiply_pointwise,
     multiply_rows,
     steps_of_part,
-    tile_origin,
     whole_sum,
     zero_sums,
 )
-from .tile_edges import store_partials, zero_outside
 
 # --- forward --------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _convolve(
-    x_desc,  # as those of `multiply`
+    x_desc,  # this and the next as in `multiply`
     x_small_desc,
     w_desc,
     w_small_desc,
     at,
     CI,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    STRIDE: tl.constexpr,
-    DGRAD: tl.constexpr,
+    taps,  # Taps
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    start=0,  # as those of `multiply`
+    start=0,
     end=None,
 ):
     """Accumulators of tiles one below the other, and the second sum of "ieee"."""
@@ -58,14 +53,12 @@ def _convolve(
     if ROWS == 1:
         acc, small = multiply(
             accs[0], small, x_desc, x_small_desc, w_desc, w_small_desc, at, CI, start, end,
-            R, S, PAD_H, PAD_W, STRIDE, DGRAD, PRECISION, BLOCK_K,
+            taps, PRECISION, BLOCK_K,
         )  # fmt: skip
         accs = (acc,)
     else:
-        tl.static_assert(PRECISION != "ieee" and STRIDE == 1)
-        accs = multiply_rows(
-            accs, x_desc, w_desc, at, CI, S, PAD_W, DGRAD, PRECISION, ROWS, BLOCK_K
-        )
+        tl.static_assert(PRECISION != "ieee" and taps.STRIDE == 1)
+        accs = multiply_rows(accs, x_desc, w_desc, at, CI, taps, PRECISION, ROWS, BLOCK_K)
     return accs, small
 
 
@@ -80,14 +73,14 @@ def _add_pointwise(
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    start=0,  # of the steps over C,
-    end=None,  # None: all of them
+    start=0,  # first step over C
+    end=None,  # the step after the last; None: all steps
 ):
-    """The same with a 1x1 convolution added."""
+    """Add a 1x1 convolution to the accumulators."""
     if PRECISION == "ieee":
         acc, small = multiply(
             accs[0], small, x_desc, None, w_desc, None, at, C, start, end,
-            1, 1, 0, 0, 1, False, PRECISION, BLOCK_K,
+            Taps(1, 1, 0, 0, 1, False), PRECISION, BLOCK_K,
         )  # fmt: skip
         accs = (acc,)
     else:
@@ -102,22 +95,16 @@ def _store_part(
     parts_ptr,  # float32 [parts, N, CO, P * Q]
     acc,  # [BLOCK_C, BLOCK_M]
     at,
-    N,
-    P,
-    Q,
-    CO,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    tiles,  # OutputTiles
 ):
     n0, h0, w0, c0 = at
-    PIXELS: tl.constexpr = TILE_H * TILE_W
-    offs_m = tl.arange(0, TILE_N * PIXELS)
+    N, P, Q, CO = tiles.N, tiles.P, tiles.Q, tiles.C
+    PIXELS: tl.constexpr = tiles.TILE_H * tiles.TILE_W
+    offs_m = tl.arange(0, tiles.TILE_N * PIXELS)
     n = n0 + offs_m // PIXELS
-    h = h0 + offs_m % PIXELS // TILE_W
-    w = w0 + offs_m % TILE_W
-    offs_c = c0 + tl.arange(0, BLOCK_C)
+    h = h0 + offs_m % PIXELS // tiles.TILE_W
+    w = w0 + offs_m % tiles.TILE_W
+    offs_c = c0 + tl.arange(0, tiles.BLOCK_C)
     mask = (offs_c < CO)[:, None] & ((n < N) & (h < P) & (w < Q))[None, :]
     pixel = (tl.program_id(1) * N + n).to(tl.int64) * (CO * P * Q) + h * Q + w
     tl.store(parts_ptr + pixel[None, :] + offs_c[:, None] * (P * Q), acc, mask=mask)
@@ -133,20 +120,17 @@ def _finish_forward(
     y_desc,
     partial_ptr,
     at,
-    place,  # of y in its boxes
-    N,
-    P,
-    Q,
-    CO,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    RAGGED: tl.constexpr,
+    place,  # of the tile in y_desc
+    tiles,  # OutputTiles
     TF32: tl.constexpr,
 ):
     """The epilogue of one tile."""
-    n0, h0, w0, c0 = at
+    _, h0, w0, _ = at
+    P, Q = tiles.P, tiles.Q
+    BLOCK_C: tl.constexpr = tiles.BLOCK_C
+    TILE_N: tl.constexpr = tiles.TILE_N
+    TILE_H: tl.constexpr = tiles.TILE_H
+    TILE_W: tl.constexpr = tiles.TILE_W
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     if extra_bias is not None:
@@ -164,19 +148,17 @@ def _finish_forward(
     if partial_ptr is not None:
         # about the mean of the tile, since a difference of large sums would cancel
         v = y.to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS)
-        if RAGGED:
+        if tiles.RAGGED:
             v = zero_outside(v, h0, w0, P, Q, TILE_H, TILE_W)
             total = tl.sum(v, axis=2)
-            pixels = tl.minimum(P, TILE_H) * tl.minimum(Q, TILE_W)  # inside of any tile
+            # every tile has as many pixels inside of the image
+            pixels = tl.minimum(P, TILE_H) * tl.minimum(Q, TILE_W)
             v = zero_outside(v - (total / pixels)[:, :, None], h0, w0, P, Q, TILE_H, TILE_W)
         else:
             total = tl.sum(v, axis=2)
             v -= (total / PIXELS)[:, :, None]
         m2 = tl.sum(v * v, axis=2)
-        store_partials(
-            partial_ptr, total, m2, at, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C,
-            RAGGED, True,
-        )  # fmt: skip
+        store_partials(partial_ptr, total, m2, at, tiles, True)
 
 
 @triton.jit(do_not_specialize=["N", "P", "Q", "steps"])
@@ -226,7 +208,7 @@ def conv_forward_kernel(
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
     at = tile_origin(P, Q, CO, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
     n0, h0, w0, c0 = at
-    # The epilogue's vectors are asked for here, so that it does not wait for them.
+    # Load the epilogue's vectors here, so that the epilogue does not wait for them
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CO
     bias = None
@@ -243,8 +225,8 @@ def conv_forward_kernel(
             mask=mask_c[:, None] & (offs_n < N)[None, :],
             other=0.0,
         )
-    start, start1, start2 = 0, 0, 0  # of the steps of each sum,
-    end, end1, end2 = None, None, None  # None: all
+    start, start1, start2 = 0, 0, 0  # first step of each convolution
+    end, end1, end2 = None, None, None  # the step after the last; None: all steps
     if steps is not None:
         start, end, start1, end1, start2, end2 = steps_of_part(
             steps, R * S * tl.cdiv(CI, BLOCK_K), tl.cdiv(C1, BLOCK_K), tl.cdiv(C2, BLOCK_K)
@@ -254,13 +236,14 @@ def conv_forward_kernel(
         odd_col = tl.program_id(1) % 2
         acc = multiply_parity(
             tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32), x_desc, w_desc, at, CI,
-            odd_row, odd_col, R, S, PAD_H, PAD_W, TURNED, PRECISION, BLOCK_K,
+            odd_row, odd_col, Taps(R, S, PAD_H, PAD_W, STRIDE, DGRAD), TURNED, PRECISION, BLOCK_K,
         )  # fmt: skip
         accs = (acc,)
     else:
         accs, small = _convolve(
-            x_desc, x_small_desc, w_desc, w_small_desc, at, CI, R, S, PAD_H, PAD_W, STRIDE, DGRAD,
-            PRECISION, ROWS, BLOCK_M, BLOCK_C, BLOCK_K, start, end,
+            x_desc, x_small_desc, w_desc, w_small_desc, at, CI,
+            Taps(R, S, PAD_H, PAD_W, STRIDE, DGRAD), PRECISION, ROWS, BLOCK_M, BLOCK_C, BLOCK_K,
+            start, end,
         )  # fmt: skip
     if extra1_desc is not None:
         accs, small = _add_pointwise(
@@ -273,7 +256,10 @@ def conv_forward_kernel(
     for row in tl.static_range(ROWS):
         acc = whole_sum(accs[row], small) if PRECISION == "ieee" else accs[row]
         if steps is not None:
-            _store_part(parts_ptr, acc, at, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C)
+            _store_part(
+                parts_ptr, acc, at,
+                OutputTiles(N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
+            )  # fmt: skip
         else:
             if DGRAD and STRIDE == 2:
                 place = (n0, h0, odd_row, w0, odd_col * CO + c0)
@@ -281,8 +267,8 @@ def conv_forward_kernel(
                 place = (n0, h0 + row, w0, c0)
             _finish_forward(
                 acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr,
-                (n0, h0 + row, w0, c0), place, N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C,
-                RAGGED, TF32,
+                (n0, h0 + row, w0, c0), place,
+                OutputTiles(N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED), TF32,
             )  # fmt: skip
 
 
@@ -290,10 +276,8 @@ def conv_forward_kernel(
 
 
 @triton.jit
-def _load_table(
-    table_ptr, n0, c0, N, CI, TILE_N: tl.constexpr, BLOCK_C: tl.constexpr
-):  # fmt: skip
-    """mean, rstd, g and b of some images and channels, [BLOCK_C, TILE_N] each."""
+def _load_table(table_ptr, n0, c0, N, CI, TILE_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """mean, rstd, g and b of a tile's images and channels, [BLOCK_C, TILE_N] each."""
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)
     mask = (offs_c < CI)[:, None] & (offs_n < N)[None, :]
@@ -304,39 +288,30 @@ def _load_table(
 @triton.jit
 def _finish_input_grad(
     acc,  # float32 [BLOCK_C, BLOCK_M]: da
-    mean,  # [BLOCK_C, TILE_N], and so are rstd, g and b
-    rstd,
-    g,
-    b,
+    norm,  # mean, rstd, g and b, [BLOCK_C, TILE_N] each
     x1_desc,
     x2_desc,
     dz_desc,
     partial_ptr,
     at,
-    N,
-    P,
-    Q,
-    CI,
     C1,
-    rng_ptr,
-    first,
-    stream,
-    drop,
+    dropout,  # rng_ptr, or None; first sample, stream, probability
+    tiles,  # OutputTiles
     ACT: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    RAGGED: tl.constexpr,
     STRADDLING: tl.constexpr,
 ):
     """The epilogue of one tile."""
+    mean, rstd, g, b = norm
+    rng_ptr, first, stream, drop = dropout
     n0, h0, w0, c0 = at
-    PIXELS: tl.constexpr = TILE_H * TILE_W
+    BLOCK_C: tl.constexpr = tiles.BLOCK_C
+    TILE_N: tl.constexpr = tiles.TILE_N
+    TILE_W: tl.constexpr = tiles.TILE_W
+    PIXELS: tl.constexpr = tiles.TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     if x2_desc is None:
         x = x1_desc.load([n0, h0, w0, c0])
-    elif STRADDLING:  # either is zero where the other is not
+    elif STRADDLING:  # TMA fetches zeros for channels that a half does not have
         x = x1_desc.load([n0, h0, w0, c0]) + x2_desc.load([n0, h0, w0, c0 - C1])
     elif c0 < C1:
         x = x1_desc.load([n0, h0, w0, c0])
@@ -346,21 +321,18 @@ def _finish_input_grad(
     xhat = (x - mean[:, :, None]) * rstd[:, :, None]
     if rng_ptr is not None:
         offs_m = tl.arange(0, BLOCK_M)
-        pixel = (h0 + offs_m % PIXELS // TILE_W) * Q + w0 + offs_m % TILE_W
-        quad = (pixel[:, None] * CI + c0) // 4 + tl.arange(0, BLOCK_C // 4)[None, :]
+        pixel = (h0 + offs_m % PIXELS // TILE_W) * tiles.Q + w0 + offs_m % TILE_W
+        quad = (pixel[:, None] * tiles.C + c0) // 4 + tl.arange(0, BLOCK_C // 4)[None, :]
         sample = first + n0 + offs_m // PIXELS
         keep = kept(rng_ptr, sample[:, None], quad, stream, drop)
         acc = tl.where(tl.trans(keep), acc * (1.0 / (1.0 - drop)), 0.0)
     slope = activate_affine_grad(xhat, g[:, :, None], b[:, :, None], ACT)
     dz = acc.reshape(BLOCK_C, TILE_N, PIXELS) * slope
-    if RAGGED:
-        dz = zero_outside(dz, h0, w0, P, Q, TILE_H, TILE_W)
-    store_partials(
-        partial_ptr, tl.sum(dz, axis=2), tl.sum(dz * xhat, axis=2),
-        at, N, P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, True,
-    )  # fmt: skip
+    if tiles.RAGGED:
+        dz = zero_outside(dz, h0, w0, tiles.P, tiles.Q, tiles.TILE_H, TILE_W)
+    store_partials(partial_ptr, tl.sum(dz, axis=2), tl.sum(dz * xhat, axis=2), at, tiles, True)
     dz = dz.reshape(BLOCK_C, BLOCK_M).to(dz_desc.dtype)
-    dz_desc.store([n0, h0, w0, c0], tl.trans(dz).reshape(TILE_N, TILE_H, TILE_W, BLOCK_C))
+    dz_desc.store([n0, h0, w0, c0], tl.trans(dz).reshape(TILE_N, tiles.TILE_H, TILE_W, BLOCK_C))
 
 
 @triton.jit(do_not_specialize=["N", "P", "Q", "first", "stream"])
@@ -405,12 +377,12 @@ def conv_input_grad_kernel(
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
     at = tile_origin(P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
     n0, h0, w0, c0 = at
-    # The epilogue's vectors are asked for here, so that it does not wait for them; those of
-    # the images of a second piece come when it is its turn.
-    mean, rstd, g, b = _load_table(table_ptr, n0, c0, N, CI, PIECE_N, BLOCK_C)
+    # Load the epilogue's vectors here, so that the epilogue does not wait for them. Those of a
+    # second piece's images are loaded when it is its turn
+    norm = _load_table(table_ptr, n0, c0, N, CI, PIECE_N, BLOCK_C)
     accs, small = _convolve(
-        dy_desc, dy_small_desc, w_desc, w_small_desc, at, CO, R, S, R // 2, S // 2, 1, not TURNED,
-        PRECISION, ROWS, BLOCK_M, BLOCK_C, BLOCK_K,
+        dy_desc, dy_small_desc, w_desc, w_small_desc, at, CO,
+        Taps(R, S, R // 2, S // 2, 1, not TURNED), PRECISION, ROWS, BLOCK_M, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     if PRECISION == "ieee":
         accs = (whole_sum(accs[0], small),)
@@ -422,9 +394,9 @@ def conv_input_grad_kernel(
         w = w0 + i * PIECE_W if PIECE_W < TILE_W else w0
         h = h0 + i * PIECE_H if PIECE_N == TILE_N and PIECE_W == TILE_W else h0
         if PIECE_N < TILE_N and i > 0:
-            mean, rstd, g, b = _load_table(table_ptr, n, c0, N, CI, PIECE_N, BLOCK_C)
+            norm = _load_table(table_ptr, n, c0, N, CI, PIECE_N, BLOCK_C)
         _finish_input_grad(
-            accs[i], mean, rstd, g, b, x1_desc, x2_desc, dz_desc, partial_ptr,
-            (n, h, w, c0), N, P, Q, CI, C1, rng_ptr, first, stream, drop,
-            ACT, PIECE_N, PIECE_H, PIECE_W, BLOCK_C, RAGGED, STRADDLING,
+            accs[i], norm, x1_desc, x2_desc, dz_desc, partial_ptr, (n, h, w, c0), C1,
+            (rng_ptr, first, stream, drop),
+            OutputTiles(N, P, Q, CI, PIECE_N, PIECE_H, PIECE_W, BLOCK_C, RAGGED), ACT, STRADDLING,
         )  # fmt: skip

@@ -1,7 +1,7 @@
-"""The kernels of `conv.plain.pointer`: the products of `conv.plain.pointer_products`, and an
+"""The kernels of `conv.plain.pointer`: the main loop of `conv.plain.pointer_products`, and an
 epilogue.
 
-Numbers of channels are given in units of UNIT, so that the compiler knows what divides them.
+Numbers of channels are given in units of UNIT, so that the compiler knows that UNIT divides them.
 """
 
 import triton
@@ -10,9 +10,9 @@ import triton.language as tl
 from ...activations import activate_affine_grad
 from ...noise.dropout import kept
 from ...tf32 import as_operand
-from .pointer_products import convolve, multiply
+from .output_tiles import OutputTiles, store_partials
+from .pointer_products import Filters, convolve, multiply
 from .products import steps_of_part
-from .tile_edges import store_partials
 
 # --- forward --------------------------------------------------------------------------------------
 
@@ -24,8 +24,8 @@ def _compiled() -> bool:
 
 @triton.jit
 def _rounded(v, dtype: tl.constexpr):
-    """float32 in `dtype`, where the rounded numbers are read as float32 again: then the compiler
-    rounds to bfloat16 one by one, an eighth as fast as two by one instruction."""
+    """float32 numbers rounded to `dtype`, two by one instruction. Where the rounded numbers are
+    converted to float32 again, the compiler rounds to bfloat16 one by one, an eighth as fast."""
     if dtype == tl.bfloat16 and _compiled():
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [v], dtype=tl.bfloat16, is_pure=True, pack=2
@@ -39,7 +39,7 @@ def conv_pointer_forward_kernel(
     x_ptr,  # [N, P, Q, KX]
     w_ptr,  # [CO, R * S, CI]
     y_ptr,  # [N, P, Q, CY]; in parts: float32 [parts, N, C, P * Q]
-    bias_ptr,  # float32 [C], and so is the next; either may be None
+    bias_ptr,  # float32 [C] or None; so is the next
     extra_bias_ptr,
     emb_ptr,  # float32 [N, C] or None
     residual_ptr,  # [N, P, Q, C] or None
@@ -51,17 +51,17 @@ def conv_pointer_forward_kernel(
     N,
     P,
     Q,
-    K,  # channels of x that have filters: CI, or CO if TRANSPOSED,
-    KX,  # and how many there are, in units
-    C,  # of the result,
-    CY,  # likewise
+    K,  # channels of x that have filters: CI, or CO if TRANSPOSED
+    KX,  # channels of x, in units
+    C,  # channels of the result that have filters
+    CY,  # channels of the result, in units
     C1,
     C2,
     stride_w,
     stride_w1,
     stride_w2,
     stride_emb,
-    steps,  # of a part, or None: y is whole
+    steps,  # of each part; None: y is not split into parts
     R: tl.constexpr,
     S: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -80,13 +80,13 @@ def conv_pointer_forward_kernel(
 ):
     KX *= UNIT
     CY *= UNIT
-    if not PADDED:  # and the compiler knows what divides them
+    if not PADDED:  # then the compiler knows what divides K and C
         K = KX
         C = CY
     stride_w *= UNIT
     BLOCK_M: tl.constexpr = TILE_N * TILE_H * TILE_W
-    start, start1, start2 = 0, 0, 0  # of the steps of each sum,
-    end, end1, end2 = None, None, None  # None: all
+    start, start1, start2 = 0, 0, 0  # first step of each convolution
+    end, end1, end2 = None, None, None  # the step after the last; None: all steps
     if steps is not None:
         start, end, start1, end1, start2, end2 = steps_of_part(
             steps,
@@ -94,26 +94,28 @@ def conv_pointer_forward_kernel(
             tl.cdiv(C1 * UNIT, BLOCK_K),
             tl.cdiv(C2 * UNIT, BLOCK_K),
         )
-    accs, n0, h0, w0, c0, at, pixels, inside, bits = convolve(
-        x_ptr, w_ptr, K, KX, C, CY, stride_w, N, P, Q, R, S, TRANSPOSED, ROWS, EXACT, PRECISION,
-        TILE_N, TILE_H, TILE_W, BLOCK_C, BLOCK_K, start, end,
+    accs, origin, at, pixels, inside, bits = convolve(
+        x_ptr, KX, Filters(w_ptr, stride_w, K, C, R, S, TRANSPOSED),
+        OutputTiles(N, P, Q, CY, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
+        ROWS, EXACT, PRECISION, BLOCK_K, start, end,
     )  # fmt: skip
+    n0, h0, w0, c0 = origin
     own = bits if ROWS > 1 else inside.to(tl.int32)
     if extra1_ptr is not None:
         C1 *= UNIT
         stride_w1 *= UNIT
         accs = multiply(
-            accs, extra1_ptr + at * C1, extra1_w_ptr, pixels, own, c0, C1, C1, C, CY, stride_w1, Q,
-            1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
-            start1, end1,
+            accs, extra1_ptr + at * C1, C1, pixels, own, c0, CY, Q,
+            Filters(extra1_w_ptr, stride_w1, C1, C, 1, 1, False),
+            ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K, start1, end1,
         )  # fmt: skip
     if extra2_ptr is not None:
         C2 *= UNIT
         stride_w2 *= UNIT
         accs = multiply(
-            accs, extra2_ptr + at * C2, extra2_w_ptr, pixels, own, c0, C2, C2, C, CY, stride_w2, Q,
-            1, 1, False, ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K,
-            start2, end2,
+            accs, extra2_ptr + at * C2, C2, pixels, own, c0, CY, Q,
+            Filters(extra2_w_ptr, stride_w2, C2, C, 1, 1, False),
+            ROWS, EXACT, PRECISION == "tf32", PRECISION, BLOCK_C, BLOCK_K, start2, end2,
         )  # fmt: skip
     offs_c = c0 + tl.arange(0, BLOCK_C)
     bias = tl.zeros([BLOCK_C], dtype=tl.float32)
@@ -138,7 +140,7 @@ def conv_pointer_forward_kernel(
         place = (h0 + m % PIXELS // TILE_W) * Q + w0 + m % TILE_W
         places = (image + place)[:, None] + offs_c[None, :] * (P * Q)
     mask = inside[:, None] & (offs_c < CY)[None, :]
-    # a row is loaded before the one above it is done: no load is moved across the barriers between
+    # load a row before the row above is done: the compiler moves no load across barriers
     residual = None
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + at * CY + places, mask=mask, other=0.0)
@@ -163,15 +165,16 @@ def conv_pointer_forward_kernel(
             y = y.to(tl.float32)
             ys = ys + ((tl.where(inside[:, None], y, 0.0) if RAGGED else y),)
     if partial_ptr is not None:
-        # about the mean of the tile, since a difference of large sums would cancel; of all rows
-        # together, number by number, before anything is added across threads
+        # about the mean of the tile, since a difference of large sums would cancel. Add the rows
+        # number by number first, so that threads exchange sums once
         total = ys[0]
         for row in tl.static_range(1, ROWS):
             total += ys[row]
         total = tl.sum(total.reshape(TILE_N, PIXELS, BLOCK_C), axis=1)
         count = ROWS * PIXELS
         if RAGGED:
-            count = tl.minimum(P, TILE_H) * tl.minimum(Q, TILE_W)  # inside of any tile
+            # every tile has as many pixels inside of the image
+            count = tl.minimum(P, TILE_H) * tl.minimum(Q, TILE_W)
         mean = (total / count)[:, None, :]
         squares = tl.zeros([TILE_N, PIXELS, BLOCK_C], dtype=tl.float32)
         for row in tl.static_range(ROWS):
@@ -180,8 +183,8 @@ def conv_pointer_forward_kernel(
                 v = tl.where(inside.reshape(TILE_N, PIXELS)[:, :, None], v, 0.0)
             squares += v * v
         store_partials(
-            partial_ptr, total, tl.sum(squares, axis=1), (n0, h0, w0, c0), N, P, Q, C,
-            TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C, True, False,
+            partial_ptr, total, tl.sum(squares, axis=1), origin,
+            OutputTiles(N, P, Q, C, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C, True), False,
         )  # fmt: skip
 
 
@@ -201,7 +204,7 @@ def _load_either(
     STRADDLING: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """A tile [BLOCK_M, BLOCK_C] of one tensor, or of two that are a concatenation."""
+    """A tile [BLOCK_M, BLOCK_C] of one tensor, or of the concatenation of two."""
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask = inside[:, None] & (offs_c < C)[None, :]
     if x2_ptr is None:
@@ -233,8 +236,8 @@ def conv_pointer_input_grad_kernel(
     N,
     P,
     Q,
-    CO,  # channels of dy that have filters,
-    KX,  # and how many there are, in units; as the next
+    CO,  # channels of dy that have filters
+    KX,  # channels of dy, in units; so are the next two
     CI,
     C1,
     rng_ptr,  # int64 [2] or None: no dropout between act(z) and the convolution
@@ -264,11 +267,13 @@ def conv_pointer_input_grad_kernel(
         CO = KX
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
-    accs, n0, h0, w0, c0, at, pixels, inside, _ = convolve(
-        dy_ptr, w_ptr, CO, KX, CI, CI, None, N, P, Q, R, S, True, ROWS, EXACT, PRECISION,
-        TILE_N, TILE_H, TILE_W, BLOCK_C, BLOCK_K,
+    accs, origin, at, pixels, inside, _ = convolve(
+        dy_ptr, KX, Filters(w_ptr, None, CO, CI, R, S, True),
+        OutputTiles(N, P, Q, CI, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
+        ROWS, EXACT, PRECISION, BLOCK_K,
     )  # fmt: skip
-    # a row is loaded before the one above it is done: no load is moved across the barriers between
+    n0, h0, w0, c0 = origin
+    # load a row before the row above is done: the compiler moves no load across barriers
     x = _load_either(x1_ptr, x2_ptr, at, pixels, inside, c0, C1, CI, STRADDLING, BLOCK_C)
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)
@@ -278,7 +283,7 @@ def conv_pointer_input_grad_kernel(
     rstd = tl.load(ptrs + CI, mask=of_images, other=0.0)[:, None, :]
     g = tl.load(ptrs + 2 * CI, mask=of_images, other=0.0)[:, None, :] * rstd
     b = tl.load(ptrs + 3 * CI, mask=of_images, other=0.0)[:, None, :]
-    SOME: tl.constexpr = 16 if PIXELS > 16 else PIXELS  # sums of pixels that a thread has anyway
+    SOME: tl.constexpr = 16 if PIXELS > 16 else PIXELS  # a thread has all pixels of such a sum
     first_sum = tl.zeros([TILE_N, SOME, BLOCK_C], dtype=tl.float32)
     second_sum = first_sum
     for row in tl.static_range(ROWS):
@@ -309,6 +314,6 @@ def conv_pointer_input_grad_kernel(
         tl.store(dz_ptr + place * CI + ((pixels * CI)[:, None] + offs_c[None, :]), dz, mask=mask)
         x = ahead
     store_partials(
-        partial_ptr, tl.sum(first_sum, axis=1), tl.sum(second_sum * rstd, axis=1),
-        (n0, h0, w0, c0), N, P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C, True, False,
+        partial_ptr, tl.sum(first_sum, axis=1), tl.sum(second_sum * rstd, axis=1), origin,
+        OutputTiles(N, P, Q, CI, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C, True), False,
     )  # fmt: skip

@@ -1,20 +1,36 @@
-"""The products of `conv.plain.pointer`: implicit GEMM through pointers.
+"""The main loop of `conv.plain.pointer`: implicit GEMM through pointers.
 
-An accumulator is [pixels, channels], the order in which mma.sync takes x as it lies in memory. The
-places of a tile's pixels are computed once, relative to its first one, with a word for each that
-has a bit for every tap: whether that tap is inside the image. A step of the loop adds one number to
-all of them, and looks at one bit.
+An accumulator is [pixels, channels], so mma.sync takes x in the order of memory. The offsets of a
+tile's pixels are computed once, relative to the first pixel. Each pixel also has a word with one
+bit per tap, which says whether the tap is inside the image. A step of the loop adds one number to
+all offsets, and tests one bit.
 
-A program of several rows has an accumulator for each: of the tile's rows, which are so many apart,
-of those below them, and so on, until the next of the tile's comes. The rows of x that it loads are
-each multiplied by up to three rows of the filter, so half as much comes from the L2 cache.
+A program may compute ROWS output rows for each row of its tile. The rows of a tile are then ROWS
+apart; accumulator i has the output rows i below them. The program multiplies each row of x that it
+loads by up to three rows of the filter, so half as much comes from the L2 cache.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
 from ...tf32 import as_operand
-from .products import tile_origin, zero_sums
+from .output_tiles import tile_origin
+from .products import zero_sums
+
+
+class Filters(NamedTuple):
+    """The filters of a convolution of stride 1, or of its input gradient; made as `OutputTiles`
+    are."""
+
+    ptr: tl.tensor  # [CO, R * S, CI]
+    stride: tl.tensor  # from one CO to the next; None: R * S * C
+    K: tl.tensor  # channels of x that have filters
+    C: tl.tensor  # channels of the result that have filters
+    R: tl.constexpr
+    S: tl.constexpr
+    TRANSPOSED: tl.constexpr  # an input gradient: x's channels are CO, and taps count backwards
 
 
 @triton.jit
@@ -25,17 +41,18 @@ def tile_pixels(
     N,
     P,
     Q,
-    FIRST: tl.constexpr,  # rows that the first tap is above a pixel
+    FIRST: tl.constexpr,  # the first tap is this many rows above a pixel
     R: tl.constexpr,
     S: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_W: tl.constexpr,
-    APART: tl.constexpr = 1,  # rows from one of the tile to its next
+    APART: tl.constexpr = 1,  # distance between rows of the tile
 ):
-    """Of a tile's pixels: their distance from the first one in pixels, whether each is inside of an
-    image, and for each of R x S taps whether that is, as bits of an int32 if it has so many; else
-    of an int64, for each row of taps, from bit 32 on, and for each column. All [BLOCK_M]."""
+    """For each pixel of a tile: its distance from the first pixel, whether it is inside of an
+    image, and a word that says which of R x S taps are inside. All [BLOCK_M]. Up to 32 taps have a
+    bit each in an int32. With more taps, an int64 has a bit per column of taps, and from bit 32 on,
+    a bit per row."""
     m = tl.arange(0, TILE_N * TILE_H * TILE_W)
     n = m // (TILE_H * TILE_W)
     h = m // TILE_W % TILE_H * APART
@@ -72,7 +89,7 @@ def _load_x(x_ptrs, bits, tap, mask_k, S: tl.constexpr, EXACT: tl.constexpr, ROU
 
 @triton.jit
 def _load_w(w_ptrs, mask_w, mask_k, TRANSPOSED: tl.constexpr, EXACT: tl.constexpr):
-    """Filters as [BLOCK_K, BLOCK_C]."""
+    """The filters of one tap, [BLOCK_K, BLOCK_C]."""
     if EXACT:
         w = tl.load(w_ptrs)
     else:
@@ -83,32 +100,31 @@ def _load_w(w_ptrs, mask_w, mask_k, TRANSPOSED: tl.constexpr, EXACT: tl.constexp
 
 @triton.jit
 def multiply(
-    accs,  # float32 [BLOCK_M, BLOCK_C], of the tile and of ROWS - 1 rows below it
+    accs,  # ROWS of float32 [BLOCK_M, BLOCK_C]
     x_ptr,  # [.., KX] at the tile's first pixel
-    w_ptr,  # [CO, R * S, CI]
-    pixels,  # as `tile_pixels` has them, with R + ROWS - 1 rows of taps,
+    KX,
+    pixels,  # of `tile_pixels`, with R + ROWS - 1 rows of taps
     bits,
     c0,
-    K,  # channels of x that have filters
-    KX,  # and how many there are
-    C,  # channels of the result that have filters
-    CY,  # and how many there are
-    stride_w,  # from one CO to the next
+    CY,  # channels of the result
     Q,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    TRANSPOSED: tl.constexpr,  # an input gradient: x's channels are CO, and taps count backwards
+    filters,  # Filters
     ROWS: tl.constexpr,
-    EXACT: tl.constexpr,  # whether blocks divide K and C, and no channel is without filters
+    EXACT: tl.constexpr,  # blocks divide the channels, and every channel has filters
     ROUND: tl.constexpr,  # x is not rounded to TF32 yet
     PRECISION: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    first=0,  # of the steps of one row,
-    last=None,  # and the one behind them; None: all
+    first=0,  # first step, with one row
+    last=None,  # the step after the last; None: all steps
 ):
-    """The convolution, or its input gradient, added to the accumulators."""
-    TAPS: tl.constexpr = R * S
+    """Add the convolution, or its input gradient, to the accumulators."""
+    w_ptr, stride_w, K, C = filters.ptr, filters.stride, filters.K, filters.C
+    S: tl.constexpr = filters.S
+    TAPS: tl.constexpr = filters.R * S
+    if stride_w is None:
+        stride_w = TAPS * C
+    TRANSPOSED: tl.constexpr = filters.TRANSPOSED
     offs_k = tl.arange(0, BLOCK_K)
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_x = (pixels * KX)[:, None] + offs_k[None, :]
@@ -129,14 +145,14 @@ def multiply(
             k0 = step // TAPS * BLOCK_K
             mask_k = k0 + offs_k < KX
             mask_f = k0 + offs_k < (K if TRANSPOSED else KX)
-            place = ((tap // S - R // 2) * Q + tap % S - S // 2) * KX + k0
+            place = ((tap // S - filters.R // 2) * Q + tap % S - S // 2) * KX + k0
             x = _load_x(x_ptr + place + offs_x, bits, tap, mask_k, S, EXACT, ROUND)
             w_tap = TAPS - 1 - tap if TRANSPOSED else tap
             w_ptrs = w_ptr + (w_tap * to_tap + k0 * to_k) + offs_w
             w = _load_w(w_ptrs, mask_w, mask_f, TRANSPOSED, EXACT)
             acc = tl.dot(x, w, acc, input_precision=PRECISION)
         accs = (acc,)
-    elif TAPS == 1:  # beside one of three rows of taps
+    elif TAPS == 1:  # the words of `bits` are of 3 x 3 taps
         for k0 in range(0, KX, BLOCK_K):
             mask_k = k0 + offs_k < KX
             mask_f = k0 + offs_k < (K if TRANSPOSED else KX)
@@ -148,7 +164,7 @@ def multiply(
                 sums = sums + (tl.dot(x, w, accs[i], input_precision=PRECISION),)
             accs = sums
     else:
-        tl.static_assert(R == 3 and S == 3)
+        tl.static_assert(filters.R == 3 and S == 3)
         for step in range(3 * tl.cdiv(KX, BLOCK_K)):
             s = step % 3
             k0 = step // 3 * BLOCK_K
@@ -160,7 +176,7 @@ def multiply(
             for i in tl.static_range(ROWS + 2):
                 x = _load_x(x_ptrs + i * Q * KX, bits, s + 3 * i, mask_k, S, EXACT, ROUND)
                 xs = xs + (x,)
-            for r in tl.static_range(3):  # a row of the filter: fewer fragments than one of x
+            for r in tl.static_range(3):  # one row of the filter has fewer fragments than one of x
                 down = (-3 * r if TRANSPOSED else 3 * r) * to_tap
                 w = _load_w(w_ptrs + down, mask_w, mask_f, TRANSPOSED, EXACT)
                 sums = ()
@@ -173,41 +189,30 @@ def multiply(
 @triton.jit
 def convolve(
     x_ptr,  # [N, P, Q, KX]
-    w_ptr,  # these and the next as those of `multiply`
-    K,
     KX,
-    C,
-    CY,
-    stride_w,  # None: R * S * C
-    N,
-    P,
-    Q,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    filters,  # Filters
+    tiles,  # OutputTiles
     ROWS: tl.constexpr,
     EXACT: tl.constexpr,
     PRECISION: tl.constexpr,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    first=0,  # as those of `multiply`
+    first=0,  # as in `multiply`
     last=None,
 ):
-    """The accumulators of this program's tile; its first image, row, column and channel, and its
-    first pixel's place; and its pixels, as `tile_pixels` has them."""
-    n0, h0, w0, c0 = tile_origin(P, Q, CY, TILE_N, ROWS * TILE_H, TILE_W, BLOCK_C)
-    pixels, inside, bits = tile_pixels(
-        n0, h0, w0, N, P, Q, R // 2, R + ROWS - 1, S, TILE_N, TILE_H, TILE_W, ROWS
+    """Compute this program's tile. Returns the accumulators; the tile's first image, row, column
+    and channel; the offset of its first pixel, in pixels; and what `tile_pixels` returns."""
+    R: tl.constexpr = filters.R
+    n0, h0, w0, c0 = tile_origin(
+        tiles.P, tiles.Q, tiles.C, tiles.TILE_N, ROWS * tiles.TILE_H, tiles.TILE_W, tiles.BLOCK_C
     )
-    at = (n0.to(tl.int64) * P + h0) * Q + w0
-    if stride_w is None:
-        stride_w = R * S * C
-    accs = multiply(
-        zero_sums(ROWS, TILE_N * TILE_H * TILE_W, BLOCK_C), x_ptr + at * KX, w_ptr, pixels, bits,
-        c0, K, KX, C, CY, stride_w, Q, R, S, TRANSPOSED, ROWS, EXACT, False, PRECISION,
-        BLOCK_C, BLOCK_K, first, last,
+    pixels, inside, bits = tile_pixels(
+        n0, h0, w0, tiles.N, tiles.P, tiles.Q, R // 2, R + ROWS - 1, filters.S,
+        tiles.TILE_N, tiles.TILE_H, tiles.TILE_W, ROWS,
     )  # fmt: skip
-    return accs, n0, h0, w0, c0, at, pixels, inside, bits
+    at = (n0.to(tl.int64) * tiles.P + h0) * tiles.Q + w0
+    BLOCK_M: tl.constexpr = tiles.TILE_N * tiles.TILE_H * tiles.TILE_W
+    accs = multiply(
+        zero_sums(ROWS, BLOCK_M, tiles.BLOCK_C), x_ptr + at * KX, KX, pixels, bits, c0, tiles.C,
+        tiles.Q, filters, ROWS, EXACT, False, PRECISION, tiles.BLOCK_C, BLOCK_K, first, last,
+    )  # fmt: skip
+    return accs, (n0, h0, w0, c0), at, pixels, inside, bits

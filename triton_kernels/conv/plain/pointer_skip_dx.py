@@ -17,9 +17,10 @@ from ...runtime.device import Device
 from ...tf32 import as_operand
 from . import pointer_tiles, tma_skip_dx
 from .fused_tiles import programs
-from .pointer_products import multiply, tile_pixels
+from .output_tiles import OutputTiles, tile_origin
+from .pointer_products import Filters, multiply, tile_pixels
 from .pointer_tiles import FEW, OF_FMAS, PointerTile
-from .products import tile_origin, zero_sums
+from .products import zero_sums
 from .skip_dx_tiles import SkipOperands, box_of, fitting
 from .tma_boxes import is_ragged, tile_sizes
 
@@ -44,29 +45,26 @@ def _finish(
     dz_ptr,  # [N, P, Q, CZ] at this tile's first channel; SUMMED: as x
     dx_ptr,  # as x
     sums_ptr,  # float32 [N, tiles, CH] or None
-    p,  # float32 [TILE_N, BLOCK_C]
-    q,
-    r,
-    pixels,
+    coeff,  # p, q and r, float32 [TILE_N, BLOCK_C] each
+    pixels,  # these and the next of `tile_pixels`
     inside,
     n0,
     h0,
     w0,
     offs_c,  # of this half
-    N,
-    P,
-    Q,
     CH,
     CZ,
+    tiles,  # OutputTiles
     UPSAMPLE: tl.constexpr,
     SUMMED: tl.constexpr,  # dz has been added up over 2x2 pixels
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    RAGGED: tl.constexpr,
     TF32: tl.constexpr,  # products in TF32 read what is written
 ):
+    p, q, r = coeff
+    N, P, Q = tiles.N, tiles.P, tiles.Q
+    TILE_N: tl.constexpr = tiles.TILE_N
+    TILE_H: tl.constexpr = tiles.TILE_H
+    TILE_W: tl.constexpr = tiles.TILE_W
+    BLOCK_C: tl.constexpr = tiles.BLOCK_C
     PIXELS: tl.constexpr = TILE_H * TILE_W
     at = (n0.to(tl.int64) * P + h0) * Q + w0
     mask_c = (offs_c < CH)[None, :]
@@ -100,11 +98,11 @@ def _finish(
         dx += p[:, None, :] * dz.reshape(TILE_N, COUNT, BLOCK_C)
     if sums_ptr is not None:
         tiles_w = tl.cdiv(Q, TILE_W)
-        tiles = tl.cdiv(P, TILE_H) * tiles_w
+        count = tl.cdiv(P, TILE_H) * tiles_w
         offs_n = n0 + tl.arange(0, TILE_N)
-        row = offs_n.to(tl.int64) * tiles + h0 // TILE_H * tiles_w + w0 // TILE_W
+        row = offs_n.to(tl.int64) * count + h0 // TILE_H * tiles_w + w0 // TILE_W
         total = dx
-        if RAGGED:
+        if tiles.RAGGED:
             total = tl.where(inside.reshape(TILE_N, COUNT)[:, :, None], dx, 0.0)
         ptrs = sums_ptr + row[:, None] * CH + offs_c[None, :]
         tl.store(ptrs, tl.sum(total, axis=1), mask=(offs_n < N)[:, None] & mask_c)
@@ -154,28 +152,30 @@ def _skip_dx_pointer_kernel(
     pixels, inside, _ = tile_pixels(n0, h0, w0, N, P, Q, 0, 1, 1, TILE_N, TILE_H, TILE_W)
     at = (n0.to(tl.int64) * P + h0) * Q + w0
     accs = multiply(
-        zero_sums(1, TILE_N * TILE_H * TILE_W, BLOCK_C), dy_ptr + at * CO, w_ptr, pixels,
-        inside.to(tl.int32), c0, CO, CO, C, C, stride_w, Q, 1, 1, True, 1, EXACT, False, PRECISION,
-        BLOCK_C, BLOCK_K,
+        zero_sums(1, TILE_N * TILE_H * TILE_W, BLOCK_C), dy_ptr + at * CO, CO, pixels,
+        inside.to(tl.int32), c0, C, Q, Filters(w_ptr, stride_w, CO, C, 1, 1, True),
+        1, EXACT, False, PRECISION, BLOCK_C, BLOCK_K,
     )  # fmt: skip
     acc = accs[0]
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)
     mask = (offs_n < N)[:, None] & (offs_c < C)[None, :]
     ptrs = coeff_ptr + offs_n.to(tl.int64)[:, None] * 3 * CK + offs_c[None, :]
-    p, q, r = load_coefficients(ptrs, CK, mask)
+    coeff = load_coefficients(ptrs, CK, mask)
     if c0 < C1:
         _finish(
-            acc, x1_ptr, add1_ptr, dz_ptr, dx1_ptr, sums_ptr, p, q, r, pixels, inside,
-            n0, h0, w0, offs_c, N, P, Q, C1, CZ, UPSAMPLE, dz2_ptr is not None,
-            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
+            acc, x1_ptr, add1_ptr, dz_ptr, dx1_ptr, sums_ptr, coeff, pixels, inside,
+            n0, h0, w0, offs_c, C1, CZ,
+            OutputTiles(N, P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
+            UPSAMPLE, dz2_ptr is not None, PRECISION == "tf32",
         )  # fmt: skip
     elif x2_ptr is not None:
         HALVES: tl.constexpr = dz2_ptr is not None
         _finish(
-            acc, x2_ptr, None, dz2_ptr if HALVES else dz_ptr + C1, dx2_ptr, None, p, q, r,
-            pixels, inside, n0, h0, w0, offs_c - C1, N, P, Q, C - C1, C - C1 if HALVES else CZ,
-            False, False, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
+            acc, x2_ptr, None, dz2_ptr if HALVES else dz_ptr + C1, dx2_ptr, None, coeff,
+            pixels, inside, n0, h0, w0, offs_c - C1, C - C1, C - C1 if HALVES else CZ,
+            OutputTiles(N, P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
+            False, False, PRECISION == "tf32",
         )  # fmt: skip
 
 

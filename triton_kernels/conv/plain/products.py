@@ -21,57 +21,33 @@ small, so it can stay there. It is left out where it is no number: an infinity t
 filter whose second part is zero, is not in the float32 product.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from ...tf32 import as_operand, split_to_tf32
 
 
-@triton.jit
-def box_origin(
-    tile,
-    tiles_h,  # down and across an image
-    tiles_w,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-):
-    """First image, row and column of a tile of pixels."""
-    w0 = tile % tiles_w * TILE_W
-    h0 = tile // tiles_w % tiles_h * TILE_H
-    n0 = tile // (tiles_w * tiles_h) * TILE_N
-    return n0, h0, w0
+class Taps(NamedTuple):
+    """A filter, and how a convolution reads x through its taps; made as `OutputTiles` are."""
 
-
-@triton.jit
-def tile_origin(
-    P,
-    Q,
-    CO,
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """First image, row, column and channel of this program's tile of the output. Programs that
-    share pixels are neighbours, so x comes from memory once and then from L2."""
-    num_c = tl.cdiv(CO, BLOCK_C)
-    tiles_h = tl.cdiv(P, TILE_H)
-    tiles_w = tl.cdiv(Q, TILE_W)
-    tile = tl.program_id(0) // num_c
-    c0 = tl.program_id(0) % num_c * BLOCK_C
-    n0, h0, w0 = box_origin(tile, tiles_h, tiles_w, TILE_N, TILE_H, TILE_W)
-    return n0, h0, w0, c0
+    R: tl.constexpr
+    S: tl.constexpr
+    PAD_H: tl.constexpr
+    PAD_W: tl.constexpr
+    STRIDE: tl.constexpr
+    DGRAD: tl.constexpr  # an input gradient of stride 1, of filters that have not been transposed
 
 
 @triton.jit
 def steps_of_part(
     steps,  # of each part
-    first,  # of a sum, and of two that are added behind it
+    first,  # steps of the convolution, and of two 1x1 convolutions that are added after it
     second,
     third,
 ):
-    """Of each sum the first step of this program's part, and the one behind its last."""
+    """For each of the three, the first step of this program's part and the step after its last."""
     start = tl.program_id(1) * steps
     end = start + steps
     before = first + second
@@ -94,23 +70,19 @@ def _load_pixels(
     k0,
     C,
     tap,
-    S: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    STRIDE: tl.constexpr,
-    DGRAD: tl.constexpr,
+    taps,  # Taps
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """[BLOCK_M, BLOCK_K] as a tap of the filter reads it."""
-    if STRIDE == 2:
-        row = tap // S - PAD_H
-        col = tap % S - PAD_W
+    """The pixels that one tap reads, [BLOCK_M, BLOCK_K]."""
+    if taps.STRIDE == 2:
+        row = tap // taps.S - taps.PAD_H
+        col = tap % taps.S - taps.PAD_W
         x = x_desc.load([n0, h0 + (row >> 1), row & 1, w0 + (col >> 1), (col & 1) * C + k0])
-    elif DGRAD:
-        x = x_desc.load([n0, h0 - tap // S + PAD_H, w0 - tap % S + PAD_W, k0])
+    elif taps.DGRAD:
+        x = x_desc.load([n0, h0 - tap // taps.S + taps.PAD_H, w0 - tap % taps.S + taps.PAD_W, k0])
     else:
-        x = x_desc.load([n0, h0 + tap // S - PAD_H, w0 + tap % S - PAD_W, k0])
+        x = x_desc.load([n0, h0 + tap // taps.S - taps.PAD_H, w0 + tap % taps.S - taps.PAD_W, k0])
     return x.reshape(BLOCK_M, BLOCK_K)
 
 
@@ -118,7 +90,7 @@ def _load_pixels(
 def _load_filters(
     w_desc, tap, c0, k0, TRANSPOSED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """[BLOCK_C, BLOCK_K] of a tap; TRANSPOSED: channels of the sum are the outer ones."""
+    """The filters of one tap, [BLOCK_C, BLOCK_K]; TRANSPOSED: memory has [BLOCK_K, BLOCK_C]."""
     if TRANSPOSED:
         return tl.trans(w_desc.load([tap, k0, c0]).reshape(BLOCK_K, BLOCK_C))
     else:
@@ -127,7 +99,7 @@ def _load_filters(
 
 @triton.jit
 def add_split_product(acc, small, w, x):
-    """Both sums of float32 w [channels, k] and x [pixels, k], with their product."""
+    """Add the product of float32 w [channels, k] and x [pixels, k] to the two sums."""
     x, x_small = split_to_tf32(x)
     w, w_small = split_to_tf32(w)
     x = tl.trans(x)
@@ -141,62 +113,49 @@ def add_split_product(acc, small, w, x):
 
 @triton.jit
 def whole_sum(acc, small):
-    """Of the two sums, the second where it is a number."""
+    """Add the second sum to the first where the second is finite."""
     return acc + tl.where(tl.abs(small) < float("inf"), small, 0.0)
 
 
 @triton.jit
 def multiply(
     acc,  # float32 [BLOCK_C, BLOCK_M],
-    small,  # likewise, the second sum of "ieee"; else it stays what it is
+    small,  # likewise: the second sum of "ieee", which no other precision changes
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]: x, or dy
-    x_small_desc,  # its second parts, or None: x has not been split, and neither have the filters
+    x_small_desc,  # second parts of x, or None: neither x nor the filters have been split
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_C, BLOCK_K]; DGRAD: CO and CI change places
-    w_small_desc,  # their second parts
-    at,  # first image, row, column and channel, as `tile_origin` has them
+    w_small_desc,  # second parts of the filters
+    at,  # first image, row, column and channel of the tile
     CI,
-    start,  # of the steps over taps and blocks of channels,
-    end,  # None: all of them
-    R: tl.constexpr,
-    S: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
-    STRIDE: tl.constexpr,
-    DGRAD: tl.constexpr,  # an input gradient of stride 1, of filters that have not been transposed
+    start,  # first step over taps and blocks of channels
+    end,  # the step after the last; None: all steps
+    taps,  # Taps
     PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Both sums with a tile of a convolution added to them, or of its input gradient."""
+    """Add one tile of a convolution, or of its input gradient, to the two sums."""
     BLOCK_C: tl.constexpr = acc.shape[0]
     BLOCK_M: tl.constexpr = acc.shape[1]
     n0, h0, w0, c0 = at
-    k_blocks = CI // BLOCK_K if STRIDE == 2 else tl.cdiv(CI, BLOCK_K)  # of one parity
+    k_blocks = CI // BLOCK_K if taps.STRIDE == 2 else tl.cdiv(CI, BLOCK_K)  # of one parity
     if end is None:
-        end = R * S * k_blocks
+        end = taps.R * taps.S * k_blocks
     for step in range(start, end):
         tap = step // k_blocks
         k0 = (step - tap * k_blocks) * BLOCK_K
         if x_small_desc is None:
-            x = _load_pixels(
-                x_desc, n0, h0, w0, k0, CI, tap, S, PAD_H, PAD_W, STRIDE, DGRAD, BLOCK_M, BLOCK_K
-            )
-            w = _load_filters(w_desc, tap, c0, k0, DGRAD, BLOCK_C, BLOCK_K)
+            x = _load_pixels(x_desc, n0, h0, w0, k0, CI, tap, taps, BLOCK_M, BLOCK_K)
+            w = _load_filters(w_desc, tap, c0, k0, taps.DGRAD, BLOCK_C, BLOCK_K)
             if PRECISION == "ieee":
                 acc, small = add_split_product(acc, small, w, x)
             else:
                 acc = tl.dot(w, tl.trans(x), acc, input_precision=PRECISION)
         else:
-            w_small = _load_filters(w_small_desc, tap, c0, k0, DGRAD, BLOCK_C, BLOCK_K)
-            x = _load_pixels(
-                x_desc, n0, h0, w0, k0, CI, tap, S, PAD_H, PAD_W, STRIDE, DGRAD, BLOCK_M, BLOCK_K
-            )
-            x = tl.trans(x)
+            w_small = _load_filters(w_small_desc, tap, c0, k0, taps.DGRAD, BLOCK_C, BLOCK_K)
+            x = tl.trans(_load_pixels(x_desc, n0, h0, w0, k0, CI, tap, taps, BLOCK_M, BLOCK_K))
             small = tl.dot(w_small, x, small, input_precision="tf32")
-            w = _load_filters(w_desc, tap, c0, k0, DGRAD, BLOCK_C, BLOCK_K)
-            x_small = _load_pixels(
-                x_small_desc, n0, h0, w0, k0, CI, tap, S, PAD_H, PAD_W, STRIDE, DGRAD,
-                BLOCK_M, BLOCK_K,
-            )  # fmt: skip
+            w = _load_filters(w_desc, tap, c0, k0, taps.DGRAD, BLOCK_C, BLOCK_K)
+            x_small = _load_pixels(x_small_desc, n0, h0, w0, k0, CI, tap, taps, BLOCK_M, BLOCK_K)
             small = tl.dot(w, tl.trans(x_small), small, input_precision="tf32")
             acc += tl.dot(w, x, input_precision="tf32", max_num_imprecise_acc=BLOCK_K)
     return acc, small
@@ -207,30 +166,27 @@ def multiply_parity(
     acc,  # float32 [BLOCK_C, BLOCK_M]
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]; TURNED: transposed, taps backwards
-    at,  # first image, row, column and channel, as `tile_origin` has them
+    at,  # first image, row, column and channel of the tile
     CO,
     odd_row,  # the parities of the pixels
     odd_col,
-    R: tl.constexpr,
-    S: tl.constexpr,
-    PAD_H: tl.constexpr,
-    PAD_W: tl.constexpr,
+    taps,  # Taps
     TURNED: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The same of the input gradient of stride 2. It has four kinds of pixels, by the parities of
-    row and column, each of which sees the taps of one parity: four products of a quarter of the
-    pixels, and of nine taps altogether."""
+    """Add one tile of the input gradient of stride 2. Pixels are of four kinds, by the parities of
+    row and column, and each kind sees the taps of one parity. So there are four products, each of a
+    quarter of the pixels, and the four have nine taps together."""
     BLOCK_C: tl.constexpr = acc.shape[0]
     BLOCK_M: tl.constexpr = acc.shape[1]
     n0, h0, w0, c0 = at
-    r0 = (odd_row + PAD_H) % 2  # the first tap that pixels of this kind see, and every other one
-    s0 = (odd_col + PAD_W) % 2
-    taps_h = (R + 1 - r0) // 2
-    taps_w = (S + 1 - s0) // 2
-    row = (odd_row + PAD_H - r0) // 2  # of dy at that tap; one less with every further one
-    col = (odd_col + PAD_W - s0) // 2
+    r0 = (odd_row + taps.PAD_H) % 2  # pixels of this kind see taps r0, r0 + 2, ...
+    s0 = (odd_col + taps.PAD_W) % 2
+    taps_h = (taps.R + 1 - r0) // 2
+    taps_w = (taps.S + 1 - s0) // 2
+    row = (odd_row + taps.PAD_H - r0) // 2  # of dy at tap r0; each further tap reads one row above
+    col = (odd_col + taps.PAD_W - s0) // 2
     k_blocks = tl.cdiv(CO, BLOCK_K)
     for step in range(taps_h * taps_w * k_blocks):
         tap = step // k_blocks
@@ -238,9 +194,9 @@ def multiply_parity(
         i = tap // taps_w
         j = tap - i * taps_w
         dy = dy_desc.load([n0, h0 + row - i, w0 + col - j, k0]).reshape(BLOCK_M, BLOCK_K)
-        tap = (r0 + 2 * i) * S + s0 + 2 * j
+        tap = (r0 + 2 * i) * taps.S + s0 + 2 * j
         if TURNED:
-            tap = R * S - 1 - tap
+            tap = taps.R * taps.S - 1 - tap
         w = _load_filters(w_desc, tap, c0, k0, not TURNED, BLOCK_C, BLOCK_K)
         acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
     return acc
@@ -248,7 +204,7 @@ def multiply_parity(
 
 @triton.jit
 def zero_sums(ROWS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr):
-    """So many accumulators."""
+    """ROWS accumulators."""
     accs = ()
     for _ in tl.static_range(ROWS):
         accs = accs + (tl.zeros([BLOCK_A, BLOCK_B], dtype=tl.float32),)
@@ -260,37 +216,34 @@ def multiply_rows(
     accs,  # ROWS of float32 [BLOCK_C, BLOCK_M]
     x_desc,  # [N, H, W, CI] in boxes [TILE_N, 1, TILE_W, BLOCK_K]: x, or dy
     w_desc,  # as in `multiply`
-    at,  # first image, row, column and channel, as `tile_origin` has them
+    at,  # first image, row, column and channel of the first tile
     CI,
-    S: tl.constexpr,
-    PAD_W: tl.constexpr,
-    DGRAD: tl.constexpr,
+    taps,  # 3 rows, padding 1
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,  # 2 or 4
     BLOCK_K: tl.constexpr,
 ):
-    """The same of tiles at rows h0, h0 + 1, ..., of filters of 3 rows and padding 1.
+    """Add tiles at rows h0, h0 + 1, ... of a convolution, or of its input gradient.
 
-    A row of x serves the three rows of y around it from one load. Where there are few output
-    channels the time goes into fetching x from L2 once for every tap: 9 times with `multiply`, 4.5
-    times with four rows.
+    A row of x is loaded once for the three rows of y around it. With few output channels, most of
+    the time goes into fetching x from L2: 9 times with `multiply`, 4.5 times with four rows.
     """
     BLOCK_C: tl.constexpr = accs[0].shape[0]
     BLOCK_M: tl.constexpr = accs[0].shape[1]
     n0, h0, w0, c0 = at
     k_blocks = tl.cdiv(CI, BLOCK_K)
-    for step in range(S * k_blocks):
+    for step in range(taps.S * k_blocks):
         s = step // k_blocks
         k0 = (step - s * k_blocks) * BLOCK_K
-        col = w0 - s + PAD_W if DGRAD else w0 + s - PAD_W
+        col = w0 - s + taps.PAD_W if taps.DGRAD else w0 + s - taps.PAD_W
         ws = ()  # DGRAD: upside down, so that y at h0 + j reads x_j, x_j+1, x_j+2 as well
         for r in tl.static_range(3):
-            tap = (2 - r if DGRAD else r) * S + s
-            ws = ws + (_load_filters(w_desc, tap, c0, k0, DGRAD, BLOCK_C, BLOCK_K),)
+            tap = (2 - r if taps.DGRAD else r) * taps.S + s
+            ws = ws + (_load_filters(w_desc, tap, c0, k0, taps.DGRAD, BLOCK_C, BLOCK_K),)
         xs = ()
         sums = ()
         for row in tl.static_range(ROWS):
-            if row % 2 == 0:  # two rows at a time, and what they need
+            if row % 2 == 0:  # load what two rows need
                 for i in tl.static_range(row + 2 if row else 0, row + 4):
                     x = x_desc.load([n0, h0 - 1 + i, col, k0]).reshape(BLOCK_M, BLOCK_K)
                     xs = xs + (tl.trans(x),)
@@ -307,14 +260,14 @@ def multiply_pointwise(
     accs,  # ROWS of float32 [BLOCK_C, BLOCK_M]
     x_desc,  # [N, P, Q, C] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], not rounded to TF32 yet
     w_desc,  # [CO, C] in boxes [BLOCK_C, BLOCK_K]
-    at,  # first image, row, column and channel, as `tile_origin` has them
-    first,  # of the channels of x,
-    end,  # and the one behind them
+    at,  # first image, row, column and channel of the first tile
+    first,  # channel of x
+    end,  # the channel after the last
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The same of a 1x1 convolution."""
+    """Add tiles at rows h0, h0 + 1, ... of a 1x1 convolution."""
     BLOCK_M: tl.constexpr = accs[0].shape[1]
     n0, h0, w0, c0 = at
     for k0 in range(first, end, BLOCK_K):

@@ -17,9 +17,9 @@ from ...runtime.device import Device
 from ...tf32 import as_operand
 from .fused_launch import columns_in_boxes
 from .fused_tiles import fetched
-from .products import multiply, tile_origin, whole_sum
+from .output_tiles import OutputTiles, tile_number, tile_origin, zero_outside
+from .products import Taps, multiply, whole_sum
 from .skip_dx_tiles import NormSums, SkipOperands, box_of, fitting
-from .tile_edges import count_tiles, tile_number, zero_outside
 from .tma import Config
 from .tma_boxes import count_boxes, in_boxes, is_ragged, tile_sizes, unfetchable
 
@@ -38,36 +38,29 @@ def _finish(
     x_desc,  # this half of x, or what is upsampled to it
     add_desc,  # or None
     dz_desc,  # this half of dz, with SUMMED as x_desc; or else the whole
-    p,  # float32 [BLOCK_C, TILE_N]
-    q,
-    r,
+    coeff,  # p, q and r, float32 [BLOCK_C, TILE_N] each
     dx_desc,  # as x_desc
     sums_ptr,  # float32 [N, K, CH] or None
-    n0,
-    h0,
-    w0,
-    c0,  # of the whole
+    at,  # first image, row, column and channel of the tile
     border,  # first channel of this half
-    N,
-    P,
-    Q,
-    C,
     CH,  # channels of this half
+    tiles,  # OutputTiles
     UPSAMPLE: tl.constexpr,
     SUMMED: tl.constexpr,  # dz has been added up over 2x2 pixels
     HALVES: tl.constexpr,  # dz is two tensors
-    TILE_N: tl.constexpr,
-    TILE_H: tl.constexpr,
-    TILE_W: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    RAGGED: tl.constexpr,
     TF32: tl.constexpr,  # products in TF32 read what is written
 ):
+    p, q, r = coeff
+    n0, h0, w0, c0 = at
+    TILE_N: tl.constexpr = tiles.TILE_N
+    TILE_H: tl.constexpr = tiles.TILE_H
+    TILE_W: tl.constexpr = tiles.TILE_W
+    BLOCK_C: tl.constexpr = tiles.BLOCK_C
     PIXELS: tl.constexpr = TILE_H * TILE_W
     BLOCK_M: tl.constexpr = TILE_N * PIXELS
     offs_c = c0 + tl.arange(0, BLOCK_C)
     offs_n = n0 + tl.arange(0, TILE_N)
-    mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
+    mask = (offs_c < tiles.C)[:, None] & (offs_n < tiles.N)[None, :]
     if add_desc is not None:
         add = add_desc.load([n0, h0, w0, c0 - border]).reshape(BLOCK_M, BLOCK_C)
         acc += tl.trans(add).to(tl.float32)
@@ -86,27 +79,27 @@ def _finish(
         FACTOR: tl.constexpr = 2
     else:
         FACTOR: tl.constexpr = 1
-    at = [n0, h0 // FACTOR, w0 // FACTOR, c0 - border]
-    x = x_desc.load(at).reshape(BLOCK_M // FACTOR // FACTOR, BLOCK_C)
+    place = [n0, h0 // FACTOR, w0 // FACTOR, c0 - border]
+    x = x_desc.load(place).reshape(BLOCK_M // FACTOR // FACTOR, BLOCK_C)
     x = tl.trans(x).to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS // FACTOR // FACTOR)
     dx += q[:, :, None] * x + r[:, :, None]
     if SUMMED:
-        dz = tl.trans(dz_desc.load(at).reshape(BLOCK_M // FACTOR // FACTOR, BLOCK_C))
+        dz = tl.trans(dz_desc.load(place).reshape(BLOCK_M // FACTOR // FACTOR, BLOCK_C))
         dz = dz.to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS // FACTOR // FACTOR)
         dx += p[:, :, None] * dz
     if sums_ptr is not None:
-        k = tile_number(h0, w0, Q, TILE_H, TILE_W, RAGGED)
-        tiles = count_tiles(P, TILE_H, RAGGED) * count_tiles(Q, TILE_W, RAGGED)
-        row = offs_n.to(tl.int64) * tiles + k
+        k, count = tile_number(h0, w0, tiles)
+        row = offs_n.to(tl.int64) * count + k
         inside = dx
-        if RAGGED:
+        if tiles.RAGGED:
             inside = zero_outside(
-                dx, at[1], at[2], P // FACTOR, Q // FACTOR, TILE_H // FACTOR, TILE_W // FACTOR
-            )
+                dx, place[1], place[2], tiles.P // FACTOR, tiles.Q // FACTOR,
+                TILE_H // FACTOR, TILE_W // FACTOR,
+            )  # fmt: skip
         tl.store(sums_ptr + row[None, :] * CH + offs_c[:, None], tl.sum(inside, axis=2), mask=mask)
     dx = as_operand(dx.reshape(BLOCK_C, BLOCK_M // FACTOR // FACTOR), dx_desc.dtype, TF32)
     dx = tl.trans(dx)
-    dx_desc.store(at, dx.reshape(TILE_N, TILE_H // FACTOR, TILE_W // FACTOR, BLOCK_C))
+    dx_desc.store(place, dx.reshape(TILE_N, TILE_H // FACTOR, TILE_W // FACTOR, BLOCK_C))
 
 
 @triton.jit(do_not_specialize=["N", "P", "Q"])
@@ -156,20 +149,18 @@ def _skip_dx_kernel(
             n0.to(tl.int64), c0, (h0 == 0) & (w0 == 0), P * Q, C,
             2, KZ, 1, CG, BLOCK_C, BLOCK_G, BLOCK_J, BLOCK_KZ, 1,
         )  # fmt: skip
-        p = p[:, None]
-        q = q[:, None]
-        r = r[:, None]
+        coeff = p[:, None], q[:, None], r[:, None]
     else:
         offs_c = c0 + tl.arange(0, BLOCK_C)
         offs_n = n0 + tl.arange(0, TILE_N)
         mask = (offs_c < C)[:, None] & (offs_n < N)[None, :]
         ptrs = coeff_ptr + offs_n.to(tl.int64)[None, :] * 3 * CK + offs_c[:, None]
-        p, q, r = load_coefficients(ptrs, CK, mask)
+        coeff = load_coefficients(ptrs, CK, mask)
     acc = tl.zeros([BLOCK_C, BLOCK_M], dtype=tl.float32)
     if PRECISION == "ieee":
         acc, small = multiply(
             acc, acc, dy_desc, None, w_desc, None, at, CO, 0, None,
-            1, 1, 0, 0, 1, True, PRECISION, BLOCK_K,
+            Taps(1, 1, 0, 0, 1, True), PRECISION, BLOCK_K,
         )  # fmt: skip
         acc = whole_sum(acc, small)
     else:
@@ -179,16 +170,16 @@ def _skip_dx_kernel(
             acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
     if c0 < C1:
         _finish(
-            acc, x1_desc, add1_desc, dz_desc, p, q, r, dx1_desc, sums_ptr, n0, h0, w0, c0, 0,
-            N, P, Q, C, C1, UPSAMPLE, dz2_desc is not None, False,
-            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
+            acc, x1_desc, add1_desc, dz_desc, coeff, dx1_desc, sums_ptr, at, 0, C1,
+            OutputTiles(N, P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
+            UPSAMPLE, dz2_desc is not None, False, PRECISION == "tf32",
         )  # fmt: skip
     elif x2_desc is not None:
         _finish(
-            acc, x2_desc, None, dz2_desc if dz2_desc is not None else dz_desc, p, q, r, dx2_desc,
-            None, n0, h0, w0, c0, C1,
-            N, P, Q, C, C - C1, False, False, dz2_desc is not None,
-            TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED, PRECISION == "tf32",
+            acc, x2_desc, None, dz2_desc if dz2_desc is not None else dz_desc, coeff, dx2_desc,
+            None, at, C1, C - C1,
+            OutputTiles(N, P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
+            False, False, dz2_desc is not None, PRECISION == "tf32",
         )  # fmt: skip
 
 

@@ -18,7 +18,8 @@ from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
 from ..configs import WgradOperands, fewest_of, split_kernel, wgrad_work
-from .products import box_origin, zero_sums
+from .output_tiles import box_origin
+from .products import zero_sums
 from .tma_boxes import (
     as_one_row,
     by_parity,
