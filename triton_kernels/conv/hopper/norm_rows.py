@@ -1,9 +1,9 @@
-"""act(norm(x)) of rows of 64 channels where TMA has put them, in shared memory.
+"""Replace rows of 64 channels of x in shared memory by act(norm(x)).
 
     act(x slope + offset),   slope = rstd g,   offset = b - mean slope
 
-That rounds otherwise than (x - mean) slope + b; but x has 16 bits, whose rounding is larger than
-what cancels. Rows outside of the image have to stay zeros: it is the activation that is padded.
+This rounds differently from (x - mean) slope + b. The difference is smaller than the rounding of x
+to 16 bits. Rows outside of the image stay zero, since the convolution pads the activation.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from .row_memory import pair_chunks, row_from
 
 
 class Norm(NamedTuple):
-    """What slopes and offsets are made of, and where they are kept."""
+    """The statistics and parameters of the norm, and shared memory for slopes and offsets."""
 
     sums: gl.tensor  # float32 [N, K, 2, 64]
     weight: gl.tensor  # [64]
@@ -29,7 +29,7 @@ class Norm(NamedTuple):
     stride_shift: gl.tensor
     eps: gl.tensor
     kept: gl.shared_memory_descriptor  # float32 [2 * warpgroups, 64]
-    table: gl.tensor  # float32 [N, 4, 64], all of that made in advance, or None
+    table: gl.tensor  # float32 [N, 4, 64]: mean, rstd, g, b of a launch before; or None
 
 
 @gluon.jit
@@ -45,13 +45,13 @@ def load_table(table_ptr, n, offs, C):
 
 @gluon.constexpr_function
 def pixels_layout():
-    """[pixels, 64 channels], 16 bytes a thread of a warpgroup."""
+    """Layout of [pixels, 64 channels]: each thread of a warpgroup has 16 bytes."""
     return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def new_affine(GROUPS: gl.constexpr):
-    """Where `keep_affine` puts them."""
+    """Shared memory for the slopes and offsets of every warpgroup."""
     return gl.allocate_shared_memory(
         gl.float32, [2 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -59,7 +59,7 @@ def new_affine(GROUPS: gl.constexpr):
 
 @gluon.jit
 def keep_affine(norm, n, pixels, GROUP: gl.constexpr, K: gl.constexpr, CG: gl.constexpr):
-    """slope and offset of image n, for a warpgroup."""
+    """Compute slope and offset of image n, and store them in a warpgroup's shared memory."""
     if norm.table is None:
         slope, offset = _of_sums(norm, n, pixels, K, CG)
     else:
@@ -73,7 +73,7 @@ def keep_affine(norm, n, pixels, GROUP: gl.constexpr, K: gl.constexpr, CG: gl.co
 
 @gluon.jit
 def load_affine(norm, GROUP: gl.constexpr):
-    """Them, in the layout of `activate_rows`."""
+    """Load slope and offset, in the layout of `activate_rows`."""
     LAYOUT: gl.constexpr = gl.SliceLayout(0, pixels_layout())
     return norm.kept.index(2 * GROUP).load(LAYOUT), norm.kept.index(2 * GROUP + 1).load(LAYOUT)
 

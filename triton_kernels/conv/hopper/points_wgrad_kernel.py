@@ -1,16 +1,17 @@
-"""The weight gradients of up to four 1x1 convolutions or linear layers of as many pixels each.
+"""The weight gradients of up to four 1x1 convolutions or linear layers, in one launch. All layers
+have the same number of pixels.
 
     dweight[co, ci] = sum_p dy[p, co] x[p, ci]
 
-The blocks of channels of all gradients make one list. The first of it are `whole`: a program that
-has one writes the gradient itself. The others have parts, which `conv.wgrad_parts` adds up: so many
-of each block, or pieces of the list as long as one another, which may end in the next block.
-A program takes one whole block after the other, and then pieces; the next one's tiles are loaded
-while it writes.
+The gradients are cut into blocks of CO_SIZE x CI_SIZE channels, and the blocks of all gradients
+make one list. The first blocks of the list are `whole`: one program computes the whole sum and
+writes the gradient. The tiles of pixels of all other blocks are cut into `pieces` of equal length,
+so a piece may begin in one block and end in the next. A program writes one part for each block of a
+piece, and `conv.wgrad_parts` adds the parts. A program takes its whole blocks first and then its
+pieces, and the next tiles are loaded while it writes.
 
-One warp loads tiles of pixels into a ring. A is what a warpgroup has ROWS times 64 channels of, and
-B what it multiplies these with, ACROSS times WIDTH channels. They are dy and x, or SWAPPED x and
-dy.
+One warp loads tiles of pixels into a ring of buffers. Each warpgroup multiplies ROWS * 64 channels
+of operand A by ACROSS * WIDTH channels of operand B. A is dy and B is x; SWAPPED: A is x, B is dy.
 """
 
 from triton.experimental import gluon
@@ -26,16 +27,16 @@ from .wgrad_pieces import Gradient, begin_of
 
 @aggregate
 class _List:
-    """Of tiles of pixels, of all blocks, and what a program has of it one after the other."""
+    """The list of blocks. A program takes items of it: whole blocks and pieces."""
 
-    whole: gl.tensor  # blocks
-    pieces: gl.tensor  # of the others
-    blocks: gl.tensor
-    tiles: gl.tensor  # of a block
+    whole: gl.tensor  # number of whole blocks
+    pieces: gl.tensor  # number of pieces that the other blocks are cut into
+    blocks: gl.tensor  # number of blocks
+    tiles: gl.tensor  # tiles of pixels per block
 
     @gluon.jit
     def range_of(self, item):
-        """The tiles of a whole block, or of a piece: the first, and the one behind them."""
+        """The first tile of an item and the tile after its last, counted over all blocks."""
         first = item * self.tiles
         last = first + self.tiles
         if item >= self.whole:
@@ -48,14 +49,14 @@ class _List:
 
     @gluon.jit
     def of_block(self, first, last, block):
-        """What of these tiles is of a block, counted from its first."""
+        """The part of this range that lies in one block, counted from the block's first tile."""
         start = block * self.tiles
         return gl.maximum(first, start) - start, gl.minimum(last, start + self.tiles) - start
 
 
 @aggregate
 class _Points:
-    """Tiles are STEPS times 64 pixels, of a block of A_SIZE x B_SIZE channels."""
+    """Loads, products and stores. A tile has STEPS * 64 pixels of a block's channels."""
 
     GROUPS: gl.constexpr
     ROWS: gl.constexpr
@@ -91,8 +92,9 @@ class _Points:
 
     @gluon.jit
     def multiply(self, GROUP: gl.constexpr, accs, ring, place, is_first):
-        """Of one tile. Products of wide blocks are still under way at the end, and the slot that is
-        given back is that of the tile before; for narrow ones A is in registers."""
+        """Multiply one tile. WIDTH 64: A is loaded into registers, and the products are complete
+        at the end. Wider: the products are still running at the end, so the function waits for
+        those of the tile before and releases that tile's slot."""
         LAYOUT: gl.constexpr = accs[0].type.layout
         COUNT: gl.constexpr = self.ROWS * self.ACROSS
         a_bufs, b_bufs = ring.bufs
@@ -133,7 +135,7 @@ class _Points:
 
     @gluon.jit
     def store(self, GROUP: gl.constexpr, ptr, accs, stride, left_co, left_ci, adds):
-        """Of a block, to rows of channels of x; `adds`: to what is there, or None."""
+        """Store a block of dweight. `adds`: add it to what memory holds; None: never."""
         LAYOUT: gl.constexpr = accs[0].type.layout
         WIDTH: gl.constexpr = self.WIDTH
         rows = gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
@@ -162,7 +164,7 @@ def _load(gradients, products, ring, items, COUNT: gl.constexpr):
         first, last = items.range_of(item)
         for block in range(first // items.tiles, gl.cdiv(last, items.tiles)):
             begin, end = items.of_block(first, last, block)
-            start = 0  # of the blocks of a gradient
+            start = 0  # first block of gradient i
             for i in gl.static_range(COUNT):
                 count = gradients[i].blocks(products.CI_SIZE, products.CO_SIZE)
                 if (block >= start) & (block < start + count):
@@ -177,7 +179,7 @@ def _accumulate(
     GROUP: gl.constexpr, products, ring, items, outs, part_ptr, COUNT: gl.constexpr,
     PARTS: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
-    """What a warpgroup has of each block."""
+    """The loop of a warpgroup that multiplies."""
     WIDTH: gl.constexpr = products.WIDTH
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     CO_SIZE: gl.constexpr = products.CO_SIZE
@@ -218,7 +220,7 @@ def _accumulate(
 def conv_points_wgrad_kernel(
     x1_desc,  # [pixels, CI] in boxes [64, WIDTH], or 64 if SWAPPED
     dy1_desc,  # [pixels, CO] in boxes [64, 64], or WIDTH
-    x2_desc,  # or None, as many as there are
+    x2_desc,  # this and the following are None where there are fewer gradients
     dy2_desc,
     x3_desc,
     dy3_desc,
@@ -241,20 +243,20 @@ def conv_points_wgrad_kernel(
     CO2,
     CO3,
     CO4,
-    tiles,  # of STEPS * 64 pixels, of a block
-    whole,  # blocks, the first in the list
-    pieces,  # of the others
-    COUNT: gl.constexpr,  # of gradients, up to 4
-    PARTS: gl.constexpr,  # of a piece: 1, or 2 if pieces may have tiles of two blocks
-    ADD: gl.constexpr,  # to what is there, of whole blocks
-    GROUPS: gl.constexpr,  # warpgroups
-    ROWS: gl.constexpr,  # times 64 channels of A, of a warpgroup
-    WIDTH: gl.constexpr,  # channels of B, of a product
-    ACROSS: gl.constexpr,  # of these products
-    STEPS: gl.constexpr,  # of 64 pixels, of a tile
-    STAGES: gl.constexpr,
+    tiles,  # tiles of STEPS * 64 pixels per block
+    whole,  # number of whole blocks, the first of the list
+    pieces,  # number of pieces that the other blocks are cut into
+    COUNT: gl.constexpr,  # number of gradients, up to 4
+    PARTS: gl.constexpr,  # parts per piece: 1, or 2 if a piece may have tiles of two blocks
+    ADD: gl.constexpr,  # whole blocks are added to what memory holds
+    GROUPS: gl.constexpr,  # warpgroups that multiply
+    ROWS: gl.constexpr,  # a warpgroup has ROWS * 64 channels of A
+    WIDTH: gl.constexpr,  # channels of B per product
+    ACROSS: gl.constexpr,  # products across the channels of B
+    STEPS: gl.constexpr,  # a tile has STEPS * 64 pixels
+    STAGES: gl.constexpr,  # tiles in the ring
     SWAPPED: gl.constexpr,
-    REGISTERS: gl.constexpr,  # of a thread that multiplies
+    REGISTERS: gl.constexpr,  # per thread of the warpgroups that multiply
 ):
     dtype: gl.constexpr = x1_desc.dtype
     SLOTS: gl.constexpr = STAGES * STEPS

@@ -1,8 +1,8 @@
-"""The warps of `conv.hopper.stationary_weights` that load, and what they share with those that
-multiply.
+"""The warps of `conv.hopper.stationary_weights` that load, and the structures that they share with
+the warpgroups that multiply.
 
-One loads rows of pixels, in pairs, the filters once, and the blocks of channels of 1x1
-convolutions. Another loads what epilogues read beside their tiles, if they do.
+One warp loads pairs of rows of pixels, the filters once, and the blocks of channels of 1x1
+convolutions. If epilogues read a tensor, such as a residual, another warp loads its tiles.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,15 @@ from .row_memory import pair_chunks, row_from
 
 
 class Filters(NamedTuple):
-    """Those of nine taps, and of the blocks of 1x1 convolutions; a barrier for each row."""
+    """Shared memory of the filters: nine taps, then the blocks of 1x1 convolutions; and a barrier
+    for each row of taps."""
 
     bufs: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
 
 
 class FilterDescs(NamedTuple):
-    """Where they come from: 3x3, and 1x1 of up to two tensors."""
+    """Descriptors of the filters: 3x3, and 1x1 of up to two tensors."""
 
     taps: gl.tensor
     extra1: gl.tensor
@@ -34,7 +35,7 @@ class FilterDescs(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The tiles of a program, and the first of its channels of the result."""
+    """The tiles of a program, and its first channel of the result."""
 
     first: gl.tensor
     count: gl.tensor
@@ -47,13 +48,13 @@ class Work(NamedTuple):
 
 @gluon.constexpr_function
 def _upsamples(desc):
-    """Whether a box has every pixel of a row twice."""
+    """Whether a box has every pixel of a row twice, as nearest upsampling does."""
     return len(desc.block_shape) == 5
 
 
 @gluon.jit
 def _load_extra_row(desc, n, h, c0, bar, buf):
-    """A row of 64 channels of the tensor that is described."""
+    """Load a row of 64 channels."""
     if _upsamples(desc):
         at = [n, h // 2, 0, 0, c0]
         buf = reinterpret(buf, buf.dtype, desc.block_shape, desc.layout)
@@ -67,7 +68,7 @@ def _load_extra(
     desc1, desc2, extra, step, n, h0,
     BLOCK: gl.constexpr, EXTRA1: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """A block of channels of the tensors of which 1x1 convolutions are added."""
+    """Load a block of channels of the inputs of the added 1x1 convolutions."""
     slot, bar = extra.acquire(step, 2 * W * 128)
     for j in gl.static_range(2):
         buf = extra.bufs.index(slot * 2 + j)

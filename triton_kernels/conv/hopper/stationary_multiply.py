@@ -1,4 +1,9 @@
-"""The warpgroups of `stationary_weights` that multiply: products of rows, and their epilogue."""
+"""The warpgroups of `stationary_weights` that multiply: the main loop over the nine taps, and the
+epilogue. A tile is ROWS rows of W pixels by 64 output channels. Rows of x come in pairs, and a pair
+serves all output rows that its rows are a tap of.
+
+The warpgroups take turns, so that one multiplies while another runs its epilogue.
+"""
 
 from typing import NamedTuple
 
@@ -21,9 +26,9 @@ from .row_memory import pair_chunks, row_of_tap
 
 
 class Vectors(NamedTuple):
-    """Pointers to what an epilogue has for each channel."""
+    """Pointers to the vectors over channels that the epilogue reads."""
 
-    first: gl.tensor  # bias, or the norm's table
+    first: gl.tensor  # bias; of an input gradient, the norm's table
     extra_bias: gl.tensor
     emb: gl.tensor
     stride_emb: gl.tensor
@@ -31,7 +36,7 @@ class Vectors(NamedTuple):
 
 @gluon.jit
 def _load_bias(vectors, n, offs):
-    """What is added to the channels `offs` of image n, but for what every pixel has of its own."""
+    """The sum of the vectors that the epilogue adds to every pixel of image n."""
     bias = gl.load(vectors.first + offs)
     if vectors.extra_bias is not None:
         bias += gl.load(vectors.extra_bias + offs)
@@ -42,7 +47,7 @@ def _load_bias(vectors, n, offs):
 
 @gluon.jit
 def _stage_of_row(stages, slot, j: gl.constexpr, W: gl.constexpr):
-    """[64 channels, W pixels] of a row of the result."""
+    """Row j of a pair of rows of the result in shared memory, [64 channels, W pixels]."""
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     rows = reinterpret(stages.index(slot), stages.dtype, [2, W, 64], MATRIX)
     return rows.index(j).permute((1, 0))
@@ -50,7 +55,7 @@ def _stage_of_row(stages, slot, j: gl.constexpr, W: gl.constexpr):
 
 @gluon.jit
 def _filters(w_bufs, tap: gl.constexpr, DGRAD: gl.constexpr, LAYOUT: gl.constexpr):
-    """Those of a tap, [64 channels of the result, K]."""
+    """Load the filters of a tap, [64 channels of the result, K], into registers."""
     w = w_bufs.index(tap)
     ROWS: gl.constexpr = w_bufs.shape[2]
     COLUMNS: gl.constexpr = w_bufs.shape[3]
@@ -64,7 +69,7 @@ def _filters(w_bufs, tap: gl.constexpr, DGRAD: gl.constexpr, LAYOUT: gl.constexp
 def _multiply_extra(
     accs, extra, w_bufs, step, BLOCK: gl.constexpr, W: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """The products of one block of channels with its 1x1 filters, begun but not waited for."""
+    """Issue the products of one block of channels with its 1x1 filters, without waiting."""
     slot = extra.wait(step)
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     w = reinterpret(w_bufs.index(9 + BLOCK), w_bufs.dtype, [64, 64], MATRIX)
@@ -78,21 +83,21 @@ def _multiply_extra(
 
 @gluon.jit
 def _sum_of_thread(x):
-    """[64, W] summed over the pixels that a thread has, [64, 4]."""
+    """Sum [64, W] over the pixels that one thread has: [64, 4]."""
     x = x.reshape([64, x.shape[1] // 8, 4, 2]).permute((0, 2, 1, 3))
     return gl.sum(x.reshape([64, 4, x.shape[2] * 2]), axis=2)
 
 
 @gluon.jit
 def _sum_of_threads(x, LAYOUT: gl.constexpr):
-    """And over the four threads that share a row."""
+    """Sum [64, 4] over the four threads that share a row."""
     return gl.convert_layout(gl.sum(x, axis=1), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def sums_of_rows(rows, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sum of a tile's rows [64, W] over their pixels, and that of squares about the mean of the
-    tile, since a difference of large sums would cancel."""
+    """The sum over the pixels of a tile's rows [64, W], and the sum of squares about the tile's
+    mean. A difference of large sums would cancel."""
     total = _sum_of_thread(widen_pairs(rows[0]))
     for j in gl.static_range(1, COUNT):
         total += _sum_of_thread(widen_pairs(rows[j]))
@@ -119,10 +124,10 @@ def multiply_rows(
     GROUPS: gl.constexpr = turns.GROUPS
     SLOTS: gl.constexpr = stages.shape[0]
     HAS_BESIDE: gl.constexpr = beside is not None
-    STAY: gl.constexpr = x.bufs.shape[2] == 16  # filters in registers: four a tap
+    STAY: gl.constexpr = x.bufs.shape[2] == 16  # filters stay in registers: four per tap
     HALVES: gl.constexpr = ROWS // 2
     OWN: gl.constexpr = SLOTS // GROUPS
-    AHEAD: gl.constexpr = 4 // ROWS  # taps under way while the filters of the next one are loaded
+    AHEAD: gl.constexpr = 4 // ROWS  # taps whose products run while the next filters are loaded
     NORM: gl.constexpr = (norm.sums is not None or norm.table is not None) and not PRODUCES
     if OVERLAP:
         await_inputs_alone()
@@ -155,7 +160,7 @@ def multiply_rows(
             slope, offset = load_affine(norm, GROUP)
             if (index == 0) | (h0 == 0):
                 if x.SLOTS < 2 * (HALVES + 1):
-                    # those in front have to be there, or odd rounds would be taken for even ones
+                    # Barriers tell only odd rounds from even ones: wait for the pairs before
                     turns.wait(GROUP, phase)
                 pair = x.wait(place)
                 activate_rows(x.bufs, pair, slope, offset, h0 > 0, 0, ACT, W)
@@ -188,10 +193,10 @@ def multiply_rows(
                     w = kept[r * 3 + s]
                 else:
                     w = _filters(filters.bufs, r * 3 + s, DGRAD, LAYOUT)
-                if r + s == 4:  # AHEAD taps are under way, and the last one is about to be
+                if r + s == 4:  # the last tap, after which the next warpgroup may multiply
                     if HAS_BESIDE and SLOTS < GROUPS * HALVES:
-                        # or the next warpgroup might wait for a slot that this still waits for, and
-                        # barriers tell only odd rounds from even ones
+                        # Barriers tell only odd rounds from even ones: wait for this slot before
+                        # the next warpgroup can wait for it
                         beside.wait(index * HALVES)
                     turns.give(GROUP)
                 out = ()
@@ -200,10 +205,10 @@ def multiply_rows(
                     row = row_of_tap(x.bufs, pair, (j + r) % 2, s, W, pair_chunks(W))
                     out = out + (warpgroup_mma(w, row.permute((1, 0)), accs[j], is_async=True),)
                 accs = out
-                # filters of AHEAD + 1 taps are in registers
+                # registers hold the filters of AHEAD + 1 taps
                 if not STAY and (r * 3 + s >= AHEAD or r < EXTRA):
                     accs = warpgroup_mma_wait(4, deps=accs)
-                if r < EXTRA and s == 1:  # that term has been waited for
+                if r < EXTRA and s == 1:  # the products of the 1x1 term are complete
                     sync_threads()
                     extra.release(step + r)
         accs = warpgroup_mma_wait(0, deps=accs)
@@ -228,7 +233,7 @@ def multiply_rows(
                 slot = beside.wait(result + half)
             else:
                 slot = GROUP * OWN + half % OWN
-                tma.store_wait(OWN - 1)  # of what this has written there before
+                tma.store_wait(OWN - 1)  # the last store from this slot is complete
             for j in gl.static_range(2):
                 stage = _stage_of_row(stages, slot, j, W)
                 acc = accs[2 * half + j]

@@ -1,11 +1,12 @@
-"""The warpgroups of `tile_mma_kernels` and `upsampled_kernels` that multiply: a tile each in turn,
-and its epilogue while the other one multiplies.
+"""The two warpgroups of `tile_mma_kernels` and `upsampled_kernels` that multiply. They take turns:
+while one runs the main loop of its tile, the other runs the epilogue of the tile before.
 
 A kernel says what is multiplied, by an aggregate `products`:
 
-    count()                               of a tile: blocks of pixels, of either of two kinds (one
-                                          more if `Beside` has one), and filters that come alone
-    multiply(blocks, acc, block, step)    their products, begun (`tile_mma_loop.Blocks`)
+    count()                               how many buffers a tile uses: blocks of pixels, further
+                                          blocks of pixels (one more if `Beside` has one), and
+                                          filters that are loaded without pixels
+    multiply(blocks, acc, block, step)    issues the products of a tile (`tile_mma_loop.Blocks`)
 """
 
 from triton.experimental import gluon
@@ -32,7 +33,7 @@ from .tile_mma_loop import pixels_from
 
 @aggregate
 class Dropout:
-    """What it has kept of dz, as in `conv_tile_mma_kernel`."""
+    """Dropout of dz, with the arguments of `conv_tile_mma_kernel`."""
 
     kept_ptr: gl.tensor
     factor: gl.tensor
@@ -40,8 +41,8 @@ class Dropout:
 
 @aggregate
 class Results:
-    """What is written, as in `conv_tile_mma_kernel`; y_desc is [H, 2, N, W, 2 C] where a tile is
-    pixels of one parity."""
+    """The outputs, with the arguments of `conv_tile_mma_kernel`. If the pixels of a tile have one
+    parity, y_desc is [H, 2, N, W, 2 C]."""
 
     y_desc: gl.tensor
     partial_ptr: gl.tensor
@@ -49,7 +50,7 @@ class Results:
 
     @gluon.jit
     def as_stored(self, buf, tiles):
-        """The shared memory of a tile in the shape of y_desc's boxes."""
+        """The shared memory of a tile, in the shape of y_desc's boxes."""
         if tiles.PARITIES == 1:
             return buf
         else:
@@ -66,7 +67,8 @@ class Results:
 
 @aggregate
 class ThenNorm:
-    """act(norm(y beside x2)), as in `conv_tile_mma_kernel`."""
+    """The norm that follows, act(norm(concat(y, x2))), with the arguments of
+    `conv_tile_mma_kernel`."""
 
     a_desc: gl.tensor
     x2_desc: gl.tensor
@@ -83,8 +85,8 @@ def multiply_tiles(
     GROUP: gl.constexpr, blocks, tiles, turns, stages, terms, beside, dropout, results, norm,
     products, OVERLAP: gl.constexpr,
 ):  # fmt: skip
-    """Every other tile, beginning with that of GROUP: its products, which are those of a kernel,
-    and its epilogue."""
+    """The loop of warpgroup GROUP over every other tile: the kernel's products, then the
+    epilogue."""
     ROWS: gl.constexpr = tiles.ROWS
     IMAGES: gl.constexpr = tiles.IMAGES
     W: gl.constexpr = tiles.W
@@ -98,7 +100,7 @@ def multiply_tiles(
     zeros = gl.zeros([64, PIECE], gl.float32, PART)
     BY_IMAGE: gl.constexpr = by_image(zeros, IMAGES, W).type.layout
     SUMS: gl.constexpr = gl.SliceLayout(2, BY_IMAGE)
-    # Before the products, where nothing waits for them, if there are registers to keep them in.
+    # Load the epilogue's vectors before the main loop, if registers can hold them until then
     EARLY: gl.constexpr = PIXELS * IMAGES <= 256 or not DGRAD
     HAS_BESIDE: gl.constexpr = beside.desc1 is not None
     BOTH: gl.constexpr = beside.STRADDLING
@@ -118,7 +120,7 @@ def multiply_tiles(
     for i in range(gl.program_id(0) + GROUP * programs, tiles.count, 2 * programs):
         c0 = tiles.channel(i)
         n0, h0, w0, of_image, parity = tiles.place(i)
-        tma.store_wait(0)  # of the last tile, from where this writes to
+        tma.store_wait(0)  # the store of the last tile reads the memory that this tile writes
         if HAS_BESIDE:
             beside.load(stage_buf, GROUP, n0, h0, w0, c0, PIXELS)
         if EARLY:
@@ -135,7 +137,7 @@ def multiply_tiles(
         last = block
         if BOTH:
             block += 1
-        block += tile_blocks + more_blocks  # those of the other warpgroup
+        block += tile_blocks + more_blocks  # skip those of the other warpgroup
         step += tile_steps
 
         accs = in_pieces(acc, PIXELS, PIECE)
@@ -184,7 +186,7 @@ def multiply_tiles(
             mean, scale, shift = norm_of_tile(
                 rounded, total, norm_weight, norm_bias, norm.eps, PIECES, norm.CG, ROWS * W
             )
-            tma.store_wait(0)  # of y, where a goes
+            tma.store_wait(0)  # the store of y reads the memory that act(norm) is written to
             sync_threads()
             _store_normed(
                 norm, stage_buf, pieces, rounded, mean, scale, shift, h0, n0, c0, PART, W, PIECES
@@ -199,7 +201,7 @@ def multiply_tiles(
         phase = phase if HAS_BESIDE else 0
         blocks_c = norm.CX2 // 64
         count = gl.cdiv(N, IMAGES) * blocks_c
-        # Programs with few tiles of y, and the warpgroup with fewer, come first.
+        # Begin with the programs, and the warpgroup, that had fewer tiles of y
         last = programs - 1 - gl.program_id(0)
         for i in range(last + (1 - GROUP) * programs, count, 2 * programs):
             _normalize_second(
@@ -217,7 +219,7 @@ def _pixels_of_piece(
     first, n0, h0, w0, H, PART: gl.constexpr, PIECE: gl.constexpr, IMAGES: gl.constexpr,
     W: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
-    """Where in [N H W] the pixels of a tile are, from its `first` on."""
+    """The positions in [N H W] of PIECE pixels of a tile, from pixel `first` on."""
     p = first + gl.arange(0, PIECE, layout=gl.SliceLayout(0, PART))
     image = n0 + p // W % IMAGES
     return (image * H + h0 + p // (W * IMAGES)) * (W * COLUMNS) + w0 + p % W
@@ -225,8 +227,8 @@ def _pixels_of_piece(
 
 @gluon.jit
 def _kept(kept_ptr, pixel, pixels, c0, words, PART: gl.constexpr):
-    """Which of 64 channels of these pixels, of so many words each, dropout has kept: bool
-    [64, pixels]."""
+    """Whether dropout has kept an element: bool [64 channels, pixels]. A pixel has `words` words
+    of 64 channels each."""
     to = kept_ptr + pixel.to(gl.int64) * words + c0 // 64
     words = gl.load(to, mask=pixel < pixels, other=0)
     channel = gl.arange(0, 64, layout=gl.SliceLayout(1, PART)).to(gl.int64)
@@ -238,11 +240,11 @@ def _normalize_second(
     norm, stage_buf, pieces, bars, phase, n0, c0, N, C, tiles,
     GROUP: gl.constexpr, PART: gl.constexpr, PIECES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """A tile of act(norm(x2)), which lies in a behind the channels of y."""
+    """Compute a tile of act(norm(x2)). Its channels follow those of y."""
     ROWS: gl.constexpr = tiles.ROWS
     IMAGES: gl.constexpr = tiles.IMAGES
     W: gl.constexpr = tiles.W
-    tma.store_wait(0)  # of the last tile, from where this writes to
+    tma.store_wait(0)  # the store of the last tile reads the memory that this tile writes
     second = Beside(norm.x2_desc, None, bars, None, False)
     second.load(stage_buf, GROUP, n0, 0, 0, c0, ROWS * IMAGES * W)
     channels = C + places_of(n0, c0, N, norm.CX2, IMAGES, SUMS)[0]
@@ -269,7 +271,7 @@ def _store_normed(
     norm, stage_buf, pieces, rounded, mean, scale, shift, h0, n0, c0,
     PART: gl.constexpr, W: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
-    """act((y - mean) scale + shift) of a tile, by way of its shared memory."""
+    """Write act((y - mean) scale + shift) of a tile through its shared memory."""
     for i in gl.static_range(PIECES):
         d = widen_pairs(rounded[i]) - mean[:, :, None]
         a = activate_affine(d, scale[:, :, None], shift[:, :, None], norm.ACT)

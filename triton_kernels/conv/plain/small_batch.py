@@ -1,19 +1,19 @@
-"""Convolutions of few images that ask for their filters before the launch in front has ended.
+"""Convolutions of few images that load their filters before the previous kernel has ended.
 
-    parts[s, n, co, p], whose sum over s is conv(x) + 1x1 convolutions of others
+    parts[s, n, co, p], whose sum over s is conv(x) + 1x1 convolutions of other tensors
 
-At batch 1 a convolution is a chain of dependent steps, and a loop that fetches one 64x64 tile of
-filters and of pixels a step, through however many buffers, spends 0.23 us on each. Here a program
-has the filters of up to 512 terms of the sum (channels of taps) on their way to registers before it
-waits for its input, and then asks for all of that at once: one round trip and one long product.
+At batch 1 a convolution is a chain of dependent steps. A loop that fetches one 64x64 tile of
+filters and one of pixels per step takes 0.23 us per step, with any number of buffers. Here a
+program loads the filters of up to 512 terms of the sum (channels of taps) before it waits for its
+input. After the wait it loads all pixels at once: one round trip to memory and one long product.
 
-    before the wait   filters [BLOCK_C, BLOCK_K], where they lie and what taps they belong to
-    behind it         x [BLOCK_M, BLOCK_K], a tap's pixels from where they are; product; store
+    before the wait   load filters [BLOCK_C, BLOCK_K]; compute addresses and taps
+    after the wait    load x [BLOCK_M, BLOCK_K], for each tap its pixels; product; store
 
-A sum longer than that is cut into parts, and where these would be too many each is done in several
-rounds, of which the first two have their filters early; of up to three each one's pixels are asked
-for before the product in front. The 1x1 convolutions are a part of their own. Pixels are a run of
-successive ones, of all images.
+A longer sum is cut into parts. If there were too many parts, each part takes several rounds, and
+the filters of the first two rounds are loaded before the wait. With up to three rounds, the pixels
+of a round are loaded before the product of the round before. The 1x1 convolutions are a part of
+their own. A tile has BLOCK_M successive pixels of all images.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ _MAX_PIXELS = 1024  # of all images; with more a loop over tiles is faster
 
 
 class EarlyConfig(NamedTuple):
-    """What a program does: so many rounds of `block_k` terms of the sum."""
+    """A program computes a tile in `rounds` rounds of `block_k` terms of the sum."""
 
     block_c: int  # output channels
     block_m: int  # pixels
@@ -55,8 +55,8 @@ def split_early(
     extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
     config: EarlyConfig | None = None,
 ) -> Tensor:  # float32 [parts, N, CO, H * W]
-    """`conv_split` in other parts. No kernel may write the filters while earlier ones of the stream
-    are under way: they are read ahead."""
+    """`conv_split`, with other parts. Filters are read before earlier kernels of the stream have
+    ended, so none of these may write them."""
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
     config = config or split_config(forward_spec(x, weight), describe(x.device))
@@ -102,21 +102,21 @@ def _launch(
 
 
 def _extra_depths(config: EarlyConfig, channels: Sequence[int]) -> list[int]:
-    """Channels of the two 1x1 convolutions that a program asks for at once."""
+    """Channels of each of the two 1x1 convolutions that a program loads at once."""
     most = min(config.block_k, _DEEPEST // 2)
     return [min(max(triton.next_power_of_2(c), 16), most) for c in (*channels, 16, 16)[:2]]
 
 
 def _early(config: EarlyConfig, x: Tensor) -> int:
-    """Rounds whose filters find room in shared memory beside the pixels of one."""
+    """Rounds whose filters fit shared memory together with the pixels of one round."""
     tile = config.block_k * x.itemsize
     room = describe(x.device).shared_memory - config.block_m * tile - 4096
     return min(config.rounds, max(room // (config.block_c * tile), 1), 2)
 
 
 def split_config(spec: ConvSpec, gpu: Device) -> EarlyConfig:
-    """The fewest parts that keep half of the multiprocessors busy, in as many rounds as they
-    become too many otherwise."""
+    """The fewest parts that keep half of the multiprocessors busy. Parts take several rounds where
+    there would be more programs than multiprocessors."""
     terms, sms = spec.taps * spec.k, gpu.num_sms
     for block_m, block_k in ((64, 512), (32, 512), (64, 256), (32, 256)):
         tiles = triton.cdiv(spec.n * spec.h * spec.w, block_m) * triton.cdiv(spec.c, 64)
@@ -130,7 +130,7 @@ def split_config(spec: ConvSpec, gpu: Device) -> EarlyConfig:
 
 
 def split_work(spec: ConvSpec, gpu: Device) -> Work:
-    """What the programs of `split_early` do. 1x1 convolutions are a part of their own."""
+    """The work of the programs of `split_early`. The 1x1 convolutions are a part of their own."""
     config, pixels = split_config(spec, gpu), spec.n * spec.h * spec.w
     terms = config.rounds * config.block_k
     parts = triton.cdiv(spec.taps * spec.k, terms) + bool(spec.extra)
@@ -149,12 +149,12 @@ def split_work(spec: ConvSpec, gpu: Device) -> Work:
 
 
 def refuse_split(spec: ConvSpec) -> str | None:
-    """Why `split_early` cannot do it: registers hold a tile of numbers of this size."""
+    """Why `split_early` cannot compute this, or None."""
     wrong = spec.itemsize != 2 or spec.k % 16
     return "it does numbers of 16 bits, and channels by 16" if wrong else None
 
 
 def untimed_split(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why it should not."""
+    """Why `split_early` is not taken though it could be, or None."""
     many = spec.n > FEW_IMAGES or spec.n * spec.h * spec.w > _MAX_PIXELS
     return f"it does {FEW_IMAGES} images and {_MAX_PIXELS} pixels at most" if many else None

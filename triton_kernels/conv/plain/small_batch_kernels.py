@@ -1,4 +1,4 @@
-"""The kernel of `conv.plain.small_batch`, where what it does is told."""
+"""The kernel of `conv.plain.small_batch`; that module describes it."""
 
 import triton
 import triton.language as tl
@@ -19,8 +19,8 @@ def _pixels(
     S: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Where what terms k0 and up of the sum multiply lies, channel k % C of tap k // C, and what of
-    it there is: [BLOCK_M, BLOCK_K]"""
+    """Pointers to the pixels that terms k0, k0 + 1, ... of the sum multiply, and their mask:
+    [BLOCK_M, BLOCK_K]. Term k is channel k % C of tap k // C."""
     offs_k = k0 + tl.arange(0, BLOCK_K)
     mask = (offs_m < M)[:, None] & (offs_k < R * S * C)[None, :]
     ptrs = x_ptr + offs_m.to(tl.int64)[:, None] * C
@@ -36,15 +36,17 @@ def _pixels(
 
 @triton.jit
 def _later(x, mask):
-    """x as it is. The compiler puts what was loaded for a product into shared memory, and waits for
-    it, where it was loaded; this is no load."""
+    """Return x unchanged. The compiler copies an operand that was loaded into shared memory right
+    behind the load, and waits for it there. The result of `where` is no load, so the copy comes
+    later."""
     return tl.where(mask, x, 0.0)
 
 
 @triton.jit
 def _add_product(acc, w, x, PRECISION: tl.constexpr):
-    """acc + w x^T, not as one product that begins with acc: of a chain of these the compiler has
-    all but the last done by rows of warps, of which 64 rows have work for four (Triton 3.6)."""
+    """acc + w x^T, where the product does not start from acc. In a chain of products that do, the
+    compiler gives each warp 16 rows in all but the last, so 64 rows have work for only four warps
+    (Triton 3.6)."""
     product = tl.dot(w, tl.trans(x), input_precision=PRECISION)
     return tl.fma(product, tl.full(acc.shape, 1.0, tl.float32), acc)
 
@@ -60,9 +62,9 @@ def _add_rest(
     C,
     PRECISION: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    REST: tl.constexpr,  # whether there are any; a loop that never runs turns acc's layout twice
+    REST: tl.constexpr,  # C > BLOCK_E; a loop that never runs would convert acc's layout twice
 ):
-    """acc plus a 1x1 convolution of all channels but the first BLOCK_E."""
+    """Add a 1x1 convolution of the channels from BLOCK_E on."""
     if not REST:
         return acc
     for k0 in range(BLOCK_E, C, BLOCK_E):
@@ -87,7 +89,7 @@ def conv_early_kernel(
     C1,
     C2,
     CO,
-    splits,  # parts of the convolution; one more has the others
+    splits,  # parts of the convolution; the 1x1 convolutions are one more part
     H: tl.constexpr,
     W: tl.constexpr,
     R: tl.constexpr,
@@ -101,7 +103,7 @@ def conv_early_kernel(
     REST1: tl.constexpr,  # whether C1 > BLOCK_E1
     REST2: tl.constexpr,
     ROUNDS: tl.constexpr,
-    EARLY: tl.constexpr,  # of which the filters are asked for first
+    EARLY: tl.constexpr,  # the first rounds, whose filters are loaded before the wait
 ):
     HW: tl.constexpr = H * W
     pid, part = tl.program_id(0), tl.program_id(1)
@@ -122,7 +124,7 @@ def conv_early_kernel(
         x = tl.load(ptrs, mask=mask, other=0.0)
         for i in tl.static_range(ROUNDS):
             now, there = x, mask
-            if i + 1 < ROUNDS and ROUNDS <= 3:  # of more the compiler would keep too many
+            if i + 1 < ROUNDS and ROUNDS <= 3:  # with more rounds, registers would not suffice
                 k = k0 + (i + 1) * BLOCK_K
                 ptrs, mask = _pixels(x_ptr, offs_m, M, CI, k, H, W, R, S, BLOCK_K)
                 x = tl.load(ptrs, mask=mask, other=0.0)
