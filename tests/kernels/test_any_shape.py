@@ -36,6 +36,7 @@ from .test_conv_hopper import spec_of
 
 pytestmark = pytest.mark.gpu
 
+
 @pytest.fixture(params=["native", 89], autouse=True)
 def chip(request):
     """The GPU's own kernels, or those of compute capability 8.9."""
