@@ -308,7 +308,7 @@ def test_gradients_of_filters_are_written_once_they_are_forgotten(name):
 
 
 def test_which_kernels_overlap():
-    """Those of the blocks, each by its images. The stem's filters are padded by the launch in front
+    """Those of the blocks, each by its images. The stem's filters are padded by the previous kernel
     of it."""
     model = make(MODELS["three_levels"])
     seen = []

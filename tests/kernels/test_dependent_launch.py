@@ -1,4 +1,4 @@
-"""Which kernels are set up while the launch in front drains."""
+"""Which kernels are set up while the previous kernel drains."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_only_within_the_block_and_on_a_gpu():
 @pytest.mark.parametrize("side", [3, 1])
 @pytest.mark.parametrize("size", [8, 16, 32, 64])
 def test_gpu_convolutions_wait_for_what_they_read(size, side, device):
-    """Two norms and two convolutions, each of which reads what the launch in front writes."""
+    """Two norms and two convolutions, each of which reads what the previous kernel writes."""
     x = torch.randn(16, size, size, 64, device=device).bfloat16()
     weight = torch.randn(64, 64, side, side, device=device).bfloat16() / (8 * side)
     weight = weight.contiguous(memory_format=torch.channels_last)

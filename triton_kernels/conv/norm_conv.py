@@ -38,7 +38,7 @@ class NormConv(NamedTuple):
 
     block_m: int  # pixels of a tile
     producers: int  # warpgroups that do nothing else; 0: those that multiply do it
-    table: bool  # whether the norm's table is of a launch in front
+    table: bool  # whether the norm's table is of an earlier launch
 
 
 def _refuse_sums(spec: ConvSpec) -> str | None:

@@ -15,7 +15,7 @@ from ..tf32 import round_to_tf32
 
 class Given(NamedTuple):
     """What an activation is made of: pointers, numbers, and constants of the compilation. Those
-    down to `residual_stem` are read before the launch in front has ended: no launch that overlaps
+    down to `residual_stem` are read before the previous kernel has ended: no launch that overlaps
     with its successor writes them."""
 
     bias: tl.tensor  # float32 [C], of what the activation is made of
@@ -207,7 +207,7 @@ def make_input_slice(
     PDL: tl.constexpr,
 ):
     """Slice k of the activation beside the skip connection, for sample n: float32 [CG, BT]. What
-    the launch in front has written is read when it has ended."""
+    the previous kernel has written is read when it has ended."""
     constants = _load_constants(given, n, k)
     if PDL:
         gdc_wait()

@@ -4,7 +4,7 @@ At batch 1 a layer of Diffusion Policy's network multiplies 10 MB of weights by 
 weights are cut into as many pieces as there are multiprocessors, along output channels and along
 input channels (K-slices), and each program
 
-    asks for its piece of the weights, whole, before the launch in front of it has ended,
+    asks for its piece of the weights, whole, before the previous kernel has ended,
     makes its K-slice of the input: the partial sums of the layer in front, their bias, GroupNorm,
         Mish, FiLM, residual; a slice is whole groups, so that the statistics are its own,
     multiplies, and stores partial sums for the next launch.
@@ -186,11 +186,11 @@ def _tiles(spec: StageSpec, gpu: Device) -> list[Tile]:
 
 
 def _refuse_alone(spec: StageSpec, gpu: Device) -> str | None:
-    return "the activation is of a launch in front" if spec.batched else None
+    return "the activation is of an earlier launch" if spec.batched else None
 
 
 def _refuse_multiply(spec: StageSpec, gpu: Device) -> str | None:
-    return None if spec.batched else "it reads an activation of a launch in front"
+    return None if spec.batched else "it reads an activation of an earlier launch"
 
 
 CONV_STAGE = Op(

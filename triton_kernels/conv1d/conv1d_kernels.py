@@ -68,7 +68,7 @@ def conv1d_stage_kernel(
     k, m = pid // MB, pid % MB
     if PDL:
         gdc_launch_dependents()
-    # The weights depend on nothing: they are on their way before the launch in front has ended
+    # The weights depend on nothing: they are on their way before the previous kernel has ended
     weight_ptr += pid.to(tl.int64) * (TILES * BM * CG)
     EARLY: tl.constexpr = PRECISION == "tf32"  # else each tile is split in registers
     tiles = ()

@@ -1,6 +1,6 @@
 """The taps of a filter: how their weights lie in tiles, and what each of them sees of the input.
 
-Used by `conv1d_kernels`, where the legend of dimensions is, and by `conv1d.pack_conv`.
+Used by `conv1d_kernels`, where the legend of dimensions is, and by `weights.pack_conv`.
 """
 
 import triton

@@ -63,7 +63,7 @@ def refuse(spec: StageSpec, gpu: Device) -> str | None:
     if reason := missing(gpu):
         return reason
     if not spec.batched or not spec.by_tap:
-        return "it reads an activation of a launch in front, and weights tap by tap"
+        return "it reads an activation of an earlier launch, and weights tap by tap"
     if spec.stride not in (1, 2) or spec.itemsize > 4:
         return f"its stride is {spec.stride}, and numbers have {8 * spec.itemsize} bits"
     rows = 2 * _ROWS if spec.transposed else _ROWS

@@ -135,7 +135,7 @@ def conv1d_whole_kernel(
     TOGETHER: gl.constexpr,  # times fetched by an instruction
     PDL: gl.constexpr,
 ):
-    """What there is room for is asked for at once: the filters before the launch in front has
+    """What there is room for is asked for at once: the filters before the previous kernel has
     ended, the samples behind the wait."""
     dtype: gl.constexpr = x_desc.dtype
     BITS: gl.constexpr = dtype.primitive_bitwidth

@@ -77,7 +77,7 @@ NORM_BACKWARD = Op("norm_backward", _KEY, _KERNELS, similar=False)
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether a pass over x of any size begins while the launch in front, of its table, runs."""
+    """Whether a pass over x of any size begins while the previous kernel, of its table, runs."""
     return bool(overlapping(x.device, 0))
 
 

@@ -57,7 +57,7 @@ def apply(
     """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask. Its words, if it has
     any, are written.
 
-    `early` says that the launch in front makes the table, and that x1 and x2 are older: then they
+    `early` says that the previous kernel makes the table, and that x1 and x2 are older: then they
     are read while that launch is still under way, where kernels overlap (`dependent_launch`). With
     `tf32`, here and below, float32 results are rounded to TF32: products in that read them.
     """

@@ -76,7 +76,7 @@ def norm_single_cta_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_P: tl.constexpr,
     W: tl.constexpr,  # with a pooled_ptr
-    LATE: tl.constexpr,  # the convolution's terms are read when the launch in front has ended;
+    LATE: tl.constexpr,  # the convolution's terms are read when the previous kernel has ended;
     # else they are older than that launch
     TF32: tl.constexpr,  # products in TF32 read what is written to a, and the means
 ):

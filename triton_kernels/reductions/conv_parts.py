@@ -62,7 +62,7 @@ def terms_of_parts(
     mask_c,
 ):
     """What is added to the parts of a convolution in every pixel: [L]. Read past the cache of a
-    multiprocessor, which may know an older tensor in its place if the launch in front has not
+    multiprocessor, which may know an older tensor in its place if the previous kernel has not
     ended."""
     terms = tl.load(bias_ptr + offs_c, mask=mask_c, other=0.0)
     if extra_bias_ptr is not None:

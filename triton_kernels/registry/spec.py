@@ -15,20 +15,20 @@ _NAMES = {
     torch.float32: "fp32",
     torch.float64: "fp64",  # of the reference alone
 }
-# Images up to which kernels were measured that have few programs, each of which asks for all that
-# it reads at once. They are for evaluations of one image, and refuse more than these.
+# Kernels with few programs, each of which loads all of its input at once, were measured up to this
+# many images. They are for evaluations of one image, and refuse larger batches.
 FEW_IMAGES = 4
-WHOLE_PIXELS = 256  # of an image whose groups a norm reads whole, and may add parts of
-MOST_CHANNELS = 8192  # of a pixel that one program normalises: 16 elements a thread
+WHOLE_PIXELS = 256  # of an image up to which a norm reads whole groups, and may add split-K parts
+MOST_CHANNELS = 8192  # of a pixel that one program normalises: 16 elements per thread
 _BYTES = {name: dtype.itemsize for dtype, name in _NAMES.items()} | {"tf32": 4}
 
 
-# What the epilogue of a convolution may add to the sum, by the fields of `ConvSpec`. A kernel says
-# which terms it adds (`Kernel.adds`) and refuses all others. Whole epilogues add these, of a
-# forward pass and of an input gradient:
+# The terms that the epilogue of a convolution may add, by the fields of `ConvSpec`. A kernel states
+# which terms it adds (`Kernel.adds`) and refuses all others. Full epilogues add these, in a forward
+# pass and in an input gradient:
 FORWARD_TERMS = ("emb", "residual", "extra", "stats")
 GRAD_TERMS = ("activation", "mask", "drawn")
-TERMS = (*FORWARD_TERMS, *GRAD_TERMS)  # all that there are
+TERMS = (*FORWARD_TERMS, *GRAD_TERMS)
 
 
 def dtype_name(dtype: torch.dtype, allow_tf32: bool = False) -> str:
@@ -37,7 +37,7 @@ def dtype_name(dtype: torch.dtype, allow_tf32: bool = False) -> str:
 
 
 def precision_of(dtype: torch.dtype, allow_tf32: bool) -> str:
-    """How Triton is to multiply numbers of a type: "ieee", or "tf32", of 16 bits too."""
+    """Triton's `input_precision` for this type: "ieee", or "tf32", for 16-bit types too."""
     return "ieee" if dtype == torch.float32 and not allow_tf32 else "tf32"
 
 
@@ -50,13 +50,13 @@ def _said(value: object) -> str:
 
 @dataclass(frozen=True)
 class Spec:
-    """Of any operation."""
+    """What all operations have."""
 
     n: int
     dtype: str  # bf16 | fp16 | tf32 | fp32
 
     def __str__(self) -> str:
-        """What differs from defaults: "n=128 dtype=bf16 h=64 w=64 k=64 c=64 stats"."""
+        """Fields that differ from their defaults: "n=128 dtype=bf16 h=64 w=64 k=64 c=64 stats"."""
         given = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
         return " ".join(
             name if value is True else f"{name}={_said(value)}"
@@ -71,12 +71,12 @@ class Spec:
 
     @property
     def added(self) -> tuple[str, ...]:
-        """The terms of an epilogue that there are, of `TERMS`."""
+        """The terms of the epilogue, from `TERMS`."""
         return ()
 
     @property
     def flops(self) -> int:
-        """Of its products: norms have none."""
+        """Floating-point operations of the products; a norm has none."""
         return 0
 
 
@@ -98,27 +98,27 @@ class ConvSpec(Spec):
     q: int | None = None
     stride: int = 1
     padding: tuple[int, int] | None = None  # None: (r // 2, s // 2)
-    filters: tuple[int, int] | None = None  # CO, CI, where k or c have been padded
-    # channels of the first of two tensors that x concatenates: of k, in an input gradient of c
+    filters: tuple[int, int] | None = None  # CO, CI, if k or c are padded
+    # channels of x1 if x is the concatenation of x1 and x2; an input gradient's x has c channels
     first: int | None = None
     emb: bool = False  # + embedding[n, c]
     residual: bool = False  # + a tensor like y
-    extra: tuple[int, ...] = ()  # + 1x1 convolutions of other tensors, of so many channels
-    stats: bool = False  # also sums of y by tiles, for the next norm
-    activation: str | None = None  # of an input gradient: dz = dx act'(z), and sums
-    mask: bool = False  # likewise: dropout
-    drawn: bool = False  # of its mask no bits are stored: it has to be drawn
-    upsampled: bool = False  # what is read beside the product is half as high and wide
-    aligned: bool = True  # whether tensors begin at multiples of 16 bytes
-    rounded: bool = False  # whether a weight gradient is stored in 16 bits
-    groups: int | None = None  # of a norm, of x on the way or of the result in the same launch
-    tiles: tuple[int, ...] = ()  # an image is in the partial sums of that norm of x; of each half
+    extra: tuple[int, ...] = ()  # + 1x1 convolutions of other tensors: the channels of each
+    stats: bool = False  # partial sums of y per tile, for the next norm
+    activation: str | None = None  # of an input gradient: dz = dx act'(z), and its partial sums
+    mask: bool = False  # of an input gradient: dropout
+    drawn: bool = False  # the dropout mask is not stored: the kernel draws it again
+    upsampled: bool = False  # tensors that the epilogue reads have half the height and width
+    aligned: bool = True  # tensors begin at multiples of 16 bytes
+    rounded: bool = False  # a weight gradient is stored in 16 bits
+    groups: int | None = None  # of the norm in the same launch: that of x, or that of the result
+    tiles: tuple[int, ...] = ()  # per image, in the partial sums for the norm of x; of each half
     beside: int = 0  # channels of another tensor in the norm of the result
-    keep: bool = True  # whether the result itself is wanted as well
+    keep: bool = True  # the result is written as well as its norm
 
     @property
     def added(self) -> tuple[str, ...]:
-        """As in `Spec`."""
+        """See `Spec`."""
         return tuple(term for term in TERMS if getattr(self, term))
 
     @property
@@ -133,12 +133,12 @@ class ConvSpec(Spec):
 
     @property
     def extras(self) -> int:
-        """1x1 convolutions that are added."""
+        """Number of 1x1 convolutions that are added."""
         return len(self.extra)
 
     @property
     def taps(self) -> int:
-        """Of the filter."""
+        """Taps of the filter."""
         return self.r * self.s
 
     @property
@@ -153,30 +153,30 @@ class ConvSpec(Spec):
 
     @property
     def moved(self) -> str:
-        """The filter and how it is moved, in words: "3x3 of stride 2"."""
+        """The filter, its stride and padding, in words: "3x3 of stride 2"."""
         stride = f" of stride {self.stride}" if self.stride != 1 else ""
         padding = "" if self.pads == (self.r // 2, self.s // 2) else f", padding {self.pads}"
         return f"{self.r}x{self.s}{stride}{padding}"
 
     @property
     def pointwise(self) -> bool:
-        """Whether it is a matrix product over pixels."""
+        """Whether the convolution is a matrix product over pixels."""
         return self.taps == 1 and self.stride == 1 and self.pads == (0, 0)
 
     @property
     def pixels(self) -> tuple[int, int, int]:
-        """Images, rows and columns of the result; one row, if to the product all are alike."""
+        """Images, rows and columns of the result; of a pointwise convolution, one row of pixels."""
         rows, columns = self.size
         return (1, 1, self.n * rows * columns) if self.pointwise else (self.n, rows, columns)
 
     @property
     def precision(self) -> str:
-        """Of products, as Triton names it."""
+        """Triton's `input_precision`."""
         return "ieee" if self.dtype == "fp32" else "tf32"
 
     @property
     def flops(self) -> int:
-        """Of its products, without those of padded tiles."""
+        """Operations of the products, without those on the padding of tiles."""
         rows, columns = self.size
         # an input gradient of stride 2 multiplies as much as the forward pass
         pixels = self.n * min(rows * columns, self.h * self.w)
@@ -184,7 +184,7 @@ class ConvSpec(Spec):
 
     @property
     def bytes(self) -> int:
-        """Read and written at least once."""
+        """Bytes that are read and written at least once."""
         rows, columns = self.size
         result = self.n * rows * columns * self.c
         beside = self.residual + (self.activation is not None)
@@ -197,29 +197,29 @@ class WeightGradsSpec(Spec):
     """Weight gradients of several convolutions of stride 1 over images of one size."""
 
     convs: tuple[ConvSpec, ...]
-    contiguous: bool = True  # whether rows of each result follow one another in memory
+    contiguous: bool = True  # the rows of each result are contiguous in memory
 
     @property
     def flops(self) -> int:
-        """Of all."""
+        """The sum over the convolutions."""
         return sum(conv.flops for conv in self.convs)
 
     @property
     def bytes(self) -> int:
-        """Of all, each read and written at least once."""
+        """The sum over the convolutions."""
         return sum(conv.bytes for conv in self.convs)
 
 
 @dataclass(frozen=True)
 class AttentionSpec(Spec):
-    """o = softmax(q k^T / sqrt(d)) v of n heads of whatever samples, or the gradient of q, k, v."""
+    """o = softmax(q k^T / sqrt(d)) v, or its gradient. n is the number of samples times heads."""
 
     t: int  # positions
     d: int  # channels of a head
     grad: bool = False
-    fetchable: bool = True  # whether TMA can read what is read: contiguous, and 16 bytes
-    keys: int | None = None  # of k and v in a tensor of their own; None: positions, beside q
-    masked: bool = False  # whether samples have only some of the keys
+    fetchable: bool = True  # TMA can read the inputs: contiguous, aligned to 16 bytes
+    keys: int | None = None  # of cross-attention; None: q, k and v are one tensor
+    masked: bool = False  # a mask says which keys a sample has
 
     @property
     def seen(self) -> int:
@@ -228,7 +228,7 @@ class AttentionSpec(Spec):
 
     @property
     def flops(self) -> int:
-        """Of its products: two, or five."""
+        """Operations of the two products; backward has five."""
         return (10 if self.grad else 4) * self.n * self.t * self.seen * self.d
 
     @property
@@ -239,13 +239,13 @@ class AttentionSpec(Spec):
 
 @dataclass(frozen=True)
 class ProjectedSpec(Spec):
-    """Attention of n images, where q, k and v are products of x [n, t, c], or of its norm."""
+    """Attention of n images whose q, k and v are projections of x [n, t, c], or of norm(x)."""
 
     t: int  # positions
     c: int  # channels of all heads
     heads: int
-    groups: int | None = None  # of that norm
-    tiles: int = 0  # an image is in its partial sums
+    groups: int | None = None  # of the norm
+    tiles: int = 0  # per image, in the partial sums for the norm
 
     @property
     def d(self) -> int:
@@ -254,7 +254,7 @@ class ProjectedSpec(Spec):
 
     @property
     def flops(self) -> int:
-        """Of the projection, and of attention."""
+        """Operations of the projection and of attention."""
         return self.n * self.t * self.c * (6 * self.c + 4 * self.t)
 
     @property
@@ -267,7 +267,7 @@ class ProjectedSpec(Spec):
 class NormSpec(Spec):
     """act(norm(x) g + b) of images [n, h, w, c1 + c2], or one of its passes, or its gradient.
 
-    x may be a concatenation of two tensors, and the first of them upsampled on the way.
+    x may be a concatenation of two tensors, and the kernel may upsample the first of them.
     """
 
     h: int
@@ -277,22 +277,22 @@ class NormSpec(Spec):
     groups: int = 32
     activation: str = "identity"
     grad: bool = False
-    dx: bool = True  # of a gradient: whether that of x is wanted, not of parameters alone
-    upsampled: bool = False  # x1 is half as high and wide
-    tiles: tuple[int, ...] = ()  # an image is in its partial sums, if there are any; of each half
-    keep: bool = False  # x1 upsampled is returned as well
+    dx: bool = True  # backward computes the gradient of x, and not only that of the parameters
+    upsampled: bool = False  # x1 has half the height and width
+    tiles: tuple[int, ...] = ()  # per image, in the partial sums, if there are any; of each half
+    keep: bool = False  # upsample(x1) is returned as well
     mask: bool = False  # dropout
-    corners: bool = False  # only one pixel of four that are equal is written
-    aligned: bool = True  # whether tensors begin at multiples of 16 bytes
+    corners: bool = False  # only one of four equal pixels is written
+    aligned: bool = True  # tensors begin at multiples of 16 bytes
 
     @property
     def c(self) -> int:
-        """Channels of both."""
+        """Channels of x."""
         return self.c1 + self.c2
 
     @property
     def pixels(self) -> int:
-        """Of an image."""
+        """Pixels of an image."""
         return self.h * self.w
 
     @property
@@ -302,7 +302,7 @@ class NormSpec(Spec):
 
     @property
     def bytes(self) -> int:
-        """x and the result; backward also the gradient that comes."""
+        """Of x and the result; backward also of the gradient of the result."""
         return (3 if self.grad else 2) * self.elements * self.itemsize
 
 
@@ -317,9 +317,9 @@ class ChannelNormSpec(Spec):
     eps_in: str = "root"  # root | max | sum: where eps is, see `reference.channel_norm`
     activation: str = "identity"
     grad: bool = False
-    dx: bool = True  # of a gradient: whether that of x is wanted, not of parameters alone
-    add: bool = False  # and a tensor is added to it
-    # bytes of a number of the result and of what is added to it, or of its gradient; None: as of x
+    dx: bool = True  # backward computes the gradient of x, and not only that of the parameters
+    add: bool = False  # a tensor is added to the result
+    # bytes per number of the result and of the added tensor, or of the gradient; None: as of x
     result: int | None = None
 
     @property
@@ -329,12 +329,12 @@ class ChannelNormSpec(Spec):
 
     @property
     def moved(self) -> int:
-        """Bytes a number of x: x and the result; backward x, the gradient that comes, and those
-        that go."""
+        """Bytes moved per number of x: x and the result; backward x, the gradient of the result,
+        and the gradients that are written."""
         of_x = 1 + (self.grad and self.dx) + self.add
         return of_x * self.itemsize + (self.result or self.itemsize)
 
     @property
     def bytes(self) -> int:
-        """Of all of x."""
+        """Bytes moved for all of x."""
         return self.elements * self.moved

@@ -1,13 +1,17 @@
 """The kernel of `conv.hopper.linear_mma`: a product [pixels, K] times [K, C] and its epilogue.
 
 One warp loads blocks of 64 channels of a tile's pixels and filters into a ring, and two warpgroups
-multiply. Either they do a tile TOGETHER, each half of its channels, so that pixels are fetched once
-for both; or they take whole tiles in turn, so that one's epilogue is beside the products of the
-other. Together, too, the one that is ahead does its epilogue while the other one multiplies: the
-ring lets it be as many blocks ahead as it has slots.
+multiply. There are two ways:
 
-Results leave in pieces of 64 pixels and channels, of which a warpgroup holds few in shared memory,
-so that the ring has more; but what is read beside a tile is there as a whole, before its products.
+- TOGETHER: both warpgroups compute the same tile, each half of its channels, so the pixels are
+  fetched once for both. One warpgroup may be ahead by as many blocks as the ring has slots, so it
+  can run its epilogue while the other one still multiplies.
+- in turn: each warpgroup computes whole tiles, and one runs its epilogue while the other
+  multiplies.
+
+Results are stored in pieces of 64 pixels by 64 channels. A warpgroup has shared memory for a few
+pieces only, which leaves more for the ring. If the epilogue reads a tensor, such as a residual, all
+pieces of the tile are loaded before its products.
 """
 
 from triton.experimental import gluon
@@ -34,27 +38,28 @@ from .tile_epilogue import (
     store_sums,
 )
 
-# Tiles of pixels side by side in the order of tiles: programs that run at a time then share pixels
-# and filters alike, of which the L2 cache fetches each once.
+# Tiles are numbered in bands of this many tiles of pixels. Programs that run at the same time then
+# share pixels as well as filters in the L2 cache.
 BAND = gl.constexpr(8)
-PIECE = gl.constexpr(64)  # pixels that the epilogue does at a time, of 64 channels
+PIECE = gl.constexpr(64)  # pixels of a piece
 
 
 @aggregate
 class _Tiles:
-    """Tiles of a result, in the order of their numbers."""
+    """The tiles of the result and their order."""
 
     count: gl.tensor
-    rows: gl.tensor  # of tiles, one below the other
-    of_image: gl.tensor  # of these, those of an image, or of several that share a tile
-    columns: gl.tensor  # of tiles, one beside the other in channels
-    ROWS: gl.constexpr  # pixels of a tile, of each of its images
-    IMAGES: gl.constexpr
-    CHANNELS: gl.constexpr
+    rows: gl.tensor  # tiles of pixels
+    of_image: gl.tensor  # tiles of pixels per image, or per group of images that share a tile
+    columns: gl.tensor  # tiles of channels
+    ROWS: gl.constexpr  # pixels of each image of a tile
+    IMAGES: gl.constexpr  # images of a tile
+    CHANNELS: gl.constexpr  # channels of a tile
 
     @gluon.jit
     def place(self, i):
-        """Where a tile begins: pixel of an image, image, channel; and its number in the image."""
+        """The first pixel within its image, image and channel of tile i, and its number within the
+        image."""
         within = i % (BAND * self.columns)
         first = i // (BAND * self.columns) * BAND
         band = gl.minimum(self.rows - first, BAND)
@@ -70,20 +75,20 @@ class _Tiles:
 
 @aggregate
 class _Product:
-    """What is multiplied, 64 channels at a time."""
+    """The operands of the product."""
 
     x_desc: gl.tensor  # as in `conv_linear_mma_kernel`
     w_desc: gl.tensor
-    ring: Ring  # of blocks of pixels, each with its filters
+    ring: Ring  # of blocks of pixels and their filters
     w_bufs: gl.shared_memory_descriptor  # [SLOTS * BLOCKS, 64, 64]
-    turns: Turns  # of the warpgroups; None: they multiply TOGETHER
-    blocks: gl.tensor  # of channels that are multiplied
-    BLOCKS: gl.constexpr  # of channels of a tile
+    turns: Turns  # whose turn it is to multiply; None: TOGETHER
+    blocks: gl.tensor  # blocks of 64 channels of K
+    BLOCKS: gl.constexpr  # blocks of 64 channels of a tile
     TRANSPOSED: gl.constexpr  # filters are [K, C]
 
     @gluon.jit
     def load(self, block, k, p0, n0, c0, BOX: gl.constexpr):
-        """The k-th channels of a tile's pixels and filters, into the next slot."""
+        """Load channels k to k + 63 of a tile's pixels and filters into the next slot."""
         PIXELS: gl.constexpr = self.ring.bufs.shape[1]
         slot, bar = self.ring.acquire(block, (PIXELS + 64 * self.BLOCKS) * 128)
         buf = self.ring.bufs.index(slot)
@@ -99,8 +104,8 @@ class _Product:
 
     @gluon.jit
     def multiply(self, accs, block, FIRST: gl.constexpr, COUNT: gl.constexpr):
-        """The sums of COUNT of the tile's blocks of channels, from FIRST on. The last products are
-        still under way at the end, and what they read is not given back."""
+        """Multiply for COUNT of the tile's blocks of channels, from block FIRST on. At the end the
+        last products are still running, and their slot is not released."""
         for k in range(self.blocks):
             slot = self.ring.wait(block)
             x = self.ring.bufs.index(slot).permute((1, 0))
@@ -110,7 +115,7 @@ class _Product:
                 if self.TRANSPOSED:
                     w = w.permute((1, 0))
                 sums = sums + (warpgroup_mma(w, x, accs[j], is_async=True),)
-            accs = wait_for(COUNT, sums, COUNT)  # those of the block before are done
+            accs = wait_for(COUNT, sums, COUNT)  # the products of the block before are complete
             sync_threads()
             self.ring.release_before(block, k > 0)
             block += 1
@@ -118,7 +123,7 @@ class _Product:
 
     @gluon.jit
     def skip(self, block):
-        """Give back what is loaded for a tile of which this warpgroup has no channels."""
+        """Release the slots of a tile in which this warpgroup has no channels."""
         for _ in range(self.blocks):
             self.ring.wait(block)
             sync_threads()
@@ -129,27 +134,27 @@ class _Product:
 
 @aggregate
 class _Epilogue:
-    """What is read beside a tile, added and written, as in `conv_linear_mma_kernel`."""
+    """The operands and results of the epilogue, as in `conv_linear_mma_kernel`."""
 
     beside_desc: gl.tensor
     beside_full: gl.shared_memory_descriptor  # a barrier for each warpgroup, or None
     y_desc: gl.tensor
-    pieces: gl.shared_memory_descriptor  # [2 * HELD, PIECE, 64], HELD of each warpgroup
+    pieces: gl.shared_memory_descriptor  # [2 * HELD, PIECE, 64]
     partial_ptr: gl.tensor
     terms: Terms
-    PIXELS: gl.constexpr  # of a tile
-    COUNT: gl.constexpr  # of blocks of channels of a warpgroup
-    HELD: gl.constexpr  # pieces
+    PIXELS: gl.constexpr  # pixels of a tile
+    COUNT: gl.constexpr  # blocks of 64 channels of a warpgroup
+    HELD: gl.constexpr  # pieces in shared memory per warpgroup
 
     @gluon.jit
     def as_stored(self, buf):
-        """The memory of a piece as TMA sees it."""
+        """The shared memory of a piece in the shape of y_desc's boxes."""
         return reinterpret(buf, buf.dtype, self.y_desc.block_type.shape, self.y_desc.layout)
 
     @gluon.jit
     def load_beside(self, GROUP: gl.constexpr, p0, n0, c0, IMAGES: gl.constexpr):
-        """To where the results will be."""
-        tma.store_wait(0)  # of the last tile, from there
+        """Load the residual, or x, of a tile into the memory of its results."""
+        tma.store_wait(0)  # the stores of the last tile read that memory
         bar = self.beside_full.index(GROUP)
         mbarrier.expect(bar, self.HELD * PIECE * 128)
         PIECES: gl.constexpr = self.PIXELS // PIECE
@@ -163,7 +168,7 @@ class _Epilogue:
         self, acc, loaded, GROUP: gl.constexpr, j: gl.constexpr, p0, n0, c0, of_image, tiles,
         SUMS: gl.constexpr,
     ):  # fmt: skip
-        """The j-th block of channels, which is from c0 on."""
+        """The epilogue of block j of the warpgroup's channels; c0 is its first channel."""
         IMAGES: gl.constexpr = tiles.IMAGES
         PIECES: gl.constexpr = self.PIXELS // PIECE
         PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
@@ -188,7 +193,7 @@ class _Epilogue:
                 total += gl.sum(widen_pairs(y), axis=2)
                 rounded = rounded + (y,)
             if not BESIDE:
-                tma.store_wait(self.HELD - 1)  # of the piece that was there
+                tma.store_wait(self.HELD - 1)  # the store of the piece that was there is complete
                 sync_threads()
             store_piece(piece, y, PART, 1)
             fence_async_shared()
@@ -218,7 +223,7 @@ def _load(product, tiles, OVERLAP: gl.constexpr):
 def _multiply(
     GROUP: gl.constexpr, product, tiles, epilogue, OVERLAP: gl.constexpr
 ):  # fmt: skip
-    """All tiles, or every other one beginning with that of GROUP: products, then the epilogue."""
+    """The loop of a warpgroup: over all tiles if TOGETHER, else over every other tile."""
     COUNT: gl.constexpr = epilogue.COUNT
     TOGETHER: gl.constexpr = product.turns is None
     PIXELS: gl.constexpr = epilogue.PIXELS
@@ -229,7 +234,7 @@ def _multiply(
     )
     FIRST: gl.constexpr = GROUP * COUNT if TOGETHER else 0
     BESIDE: gl.constexpr = epilogue.beside_desc is not None
-    # Before the products, where nothing waits for them, if there are registers to keep them in.
+    # Load the epilogue's vectors before the main loop, if registers can hold them until then
     EARLY: gl.constexpr = not epilogue.terms.DGRAD or tiles.IMAGES * COUNT <= 2
     programs = gl.num_programs(0)
     begin = gl.program_id(0)
@@ -276,7 +281,7 @@ def _multiply(
         else:
             block = product.skip(block)
         if not TOGETHER:
-            block += product.blocks  # those of the other warpgroup
+            block += product.blocks  # skip those of the other warpgroup
     if OVERLAP:
         begin_next()
     tma.store_wait(0)
@@ -287,7 +292,7 @@ def conv_linear_mma_kernel(
     x_desc,  # [P, N, K] in boxes [ROWS, IMAGES, 64]: x, or dy
     w_desc,  # [C, K] in boxes [64, 64]; TRANSPOSED: [K, C]
     y_desc,  # [P, N, C] in boxes [64 / IMAGES, IMAGES, 64]: y, or dz
-    beside_desc,  # likewise, or None: residual; GRAD: x of the norm
+    beside_desc,  # as y_desc: the residual, or with GRAD x of the norm; None: neither
     vectors_ptr,  # bias [C], or None; GRAD: float32 table [N, 4, C]
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
@@ -297,18 +302,18 @@ def conv_linear_mma_kernel(
     P,  # pixels of each
     K,
     C,
-    ROWS: gl.constexpr,  # pixels of a tile, of each of its images
-    IMAGES: gl.constexpr,
-    COUNT: gl.constexpr,  # of 64 channels that a warpgroup multiplies
-    TOGETHER: gl.constexpr,  # both warpgroups do a tile; or two, in turn
+    ROWS: gl.constexpr,  # pixels of each image of a tile
+    IMAGES: gl.constexpr,  # images of a tile
+    COUNT: gl.constexpr,  # blocks of 64 channels of a warpgroup
+    TOGETHER: gl.constexpr,  # both warpgroups compute the same tile; else they take turns
     TRANSPOSED: gl.constexpr,
-    GRAD: gl.constexpr,  # dz of a norm and an activation
-    ACT: gl.constexpr,  # as `activate_affine_grad` is told it
-    SLOTS: gl.constexpr,  # of the ring
-    HELD: gl.constexpr,  # pieces of results that a warpgroup has in shared memory
-    REGISTERS: gl.constexpr,  # of a thread that multiplies
-    RAGGED: gl.constexpr,  # a warpgroup may have channels that there are not
-    OVERLAP: gl.constexpr,  # the launch in front may still be under way
+    GRAD: gl.constexpr,  # the epilogue multiplies by act'(norm(x))
+    ACT: gl.constexpr,  # the activation, for `activate_affine_grad`
+    SLOTS: gl.constexpr,  # slots of the ring
+    HELD: gl.constexpr,  # pieces in shared memory per warpgroup
+    REGISTERS: gl.constexpr,  # per thread of the warpgroups that multiply
+    RAGGED: gl.constexpr,  # C is no multiple of a warpgroup's channels
+    OVERLAP: gl.constexpr,  # the previous kernel may still be running
 ):
     PIXELS: gl.constexpr = ROWS * IMAGES
     READERS: gl.constexpr = 2 if TOGETHER else 1

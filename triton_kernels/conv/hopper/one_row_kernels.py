@@ -2,7 +2,7 @@
 row of pixels, or a part of it.
 
 A program does one tile and then ends, and what takes its time is the way to memory and back. So it
-asks for as many filters as fit into shared memory before it waits for the launch in front, and for
+asks for as many filters as fit into shared memory before it waits for the previous kernel, and for
 all pixels that belong to them at once behind it.
 
     unit (k, r)   64 channels of the row of pixels above, at or below the tile, and the three

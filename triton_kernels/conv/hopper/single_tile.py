@@ -3,7 +3,7 @@ all of it at once.
 
     y = conv(x) + bias + residual,   and its partial sums
 
-Filters are asked for before the program waits for the launch in front, which does not write them;
+Filters are asked for before the program waits for the previous kernel, which does not write them;
 behind the wait come all of its pixels and the residual, in one trip to memory. The public op's is
 `unfused_single_tile`.
 """

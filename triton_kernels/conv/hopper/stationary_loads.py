@@ -110,7 +110,7 @@ def load_rows(
         for r in gl.static_range(1, 3):
             _load_filters(filter_descs, filters, work.c0, r, DGRAD, EXTRA1, EXTRA2)
     if OVERLAP:
-        await_inputs_alone()  # filters are there before the launch in front
+        await_inputs_alone()  # filters are there before the previous kernel
     place = 0
     step = 0
     for index in range(work.count):

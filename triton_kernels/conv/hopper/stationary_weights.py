@@ -75,7 +75,7 @@ def conv_stationary_weights_kernel(
     SLOTS: gl.constexpr,  # for two rows of the result: a ring, or of each group its own
     EXTRA1: gl.constexpr,
     EXTRA2: gl.constexpr,
-    OVERLAP: gl.constexpr,  # the launch in front may still be under way
+    OVERLAP: gl.constexpr,  # the previous kernel may still be under way
     TILES_OF_X: gl.constexpr,
     CG: gl.constexpr,  # channels of a group
     num_warps: gl.constexpr,

@@ -1,27 +1,27 @@
-"""A second path of `conv.fused` for Hopper, written in Gluon: 3x3 convolutions in 16 bits whose
-products are of 64 channels with a whole tile of pixels, both from shared memory.
+"""3x3 convolutions in 16 bits for Hopper, in Gluon. One product multiplies 64 channels by a whole
+tile of pixels, both from shared memory. A kernel of `conv.fused`.
 
-A tile is 256 pixels (or 128, or 64): whole rows of an image, or a rectangle of one whose rows are
-not 4, 8, 16, 32 or 64 pixels. Its sides are powers of two that divide those of the image. Its box
-has a row more above and below, and it is fetched three times, moved by a column each time: outside
-the image TMA writes zeros, which are the padding. The three taps of a column of the filter are that
-box from another row on. So pixels are fetched 3.75 times where a box a tap fetches them 9 times
-(rows of 32, 256 pixels).
+A tile has 256 pixels (or 128, or 64). If the rows of the image have 4, 8, 16, 32 or 64 pixels, a
+tile is whole rows; else it is a rectangle whose sides are powers of two that divide those of the
+image. The box in shared memory has one row more above and below. It is fetched three times, each
+time moved by a column; outside the image TMA writes zeros, which are the padding. The three taps of
+a column of the filter read that box from different rows on. So pixels are fetched 3.75 times, and
+not 9 times as with one box per tap (rows of 32, 256 pixels).
 
-Where tiles are small, to wait for each of the filters is what takes the time: there three of them
-lie with the block that they are for, under one barrier.
+With small tiles, most of the time goes into waiting for filters. There the three filters of a block
+are stored with the block, under one barrier.
 
-Channels are cut into blocks of 64. Where the last block has fewer, TMA reads zeros for the others,
-and does not write them.
+Channels are cut into blocks of 64. If the last block has fewer, TMA reads zeros for the missing
+channels, and does not write them.
 
-Where an image, or the largest such rectangle, has fewer pixels than that, a tile takes the same of
-several images, side by side: to TMA the rows are the outermost dimension, so that row 0 of all of
-them comes before row 1, and a tap is still one address. Such an address is a multiple of 8 pixels,
-and so is a row of all images of a tile: there is no tile of one image with rows of 4 pixels.
+If an image, or the largest such rectangle, is smaller than a tile, the tile takes the same part of
+several images. To TMA rows are the outermost dimension, so row 0 of all images comes before row 1,
+and a tap is still one address. An address has to be a multiple of 8 pixels, and so has a row of all
+images of a tile: no tile of a single image has rows of 4 pixels.
 
-Programs stay on their multiprocessor; one warp loads, and two warpgroups multiply, a tile each, so
-that the epilogue of one is beside the products of the other. `row_mma` does the same with pixels
-that are fetched once, for which its products are of one row: better where rows are long.
+Programs are persistent. One warp loads, and two warpgroups compute a tile each, so that the
+epilogue of one overlaps the products of the other. `row_mma` fetches each pixel once, but its
+products are of one row: it is faster where rows are long.
 """
 
 from functools import partial
@@ -48,10 +48,10 @@ if SUPPORTED:
 
 @configures("tile_mma")
 class TileMma(NamedTuple):
-    """What a program of this kernel takes at a time."""
+    """The tile of a program."""
 
     block_m: int  # pixels of a tile
-    filters_with_pixels: bool  # three of them, under the barrier of their block of pixels
+    filters_with_pixels: bool  # three filters are stored with each block of pixels
     rows = 1  # tiles one below the other
 
 
@@ -66,12 +66,12 @@ TILES = (
 CHANNELS = 64  # of a tile
 _CHUNK = 8  # pixels of shared memory, at multiples of which a product begins
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
-_WHOLE = (4, *WIDTHS)  # of those that are whole, with an epilogue
-_COLUMNS = (32, 16, 8, 4, 64)  # of a tile in other images: the first that divides them
-_LEAST_PIXELS = 16  # of an image, in a tile: each has sums of its own
-# Of a thread that multiplies, by the pixels of a tile: multiples of 24. The warps of three
-# warpgroups count, and with 240 they have all registers of a multiprocessor, so that no other
-# kernel has a program beside this one's.
+_WHOLE = (4, *WIDTHS)  # row lengths of which a tile takes whole rows
+_COLUMNS = (32, 16, 8, 4, 64)  # of a tile in other images: the first that divides the row
+_LEAST_PIXELS = 16  # of each image of a tile, since each image has sums of its own
+# Registers per thread of the warpgroups that multiply, by the pixels of a tile: multiples of 24.
+# Three warpgroups count; with 240 they have all registers of a multiprocessor, so no program of
+# another kernel shares it.
 _REGISTERS = {256: 240, 128: 168, 64: 120}
 
 
@@ -85,14 +85,14 @@ def refuse(spec: ConvSpec, gpu: Device, ragged: bool = True) -> str | None:
 
 
 def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:
-    """Those with which `launch` can do it."""
+    """The tiles that `launch` can use."""
     return [tile for tile in TILES if box_of(tile, spec.h, spec.w) is not None]
 
 
 def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = None) -> None:
-    """The convolution, or its input gradient, with one of `configs`: that of the convolution alone,
-    without terms, if the activation is "identity" and there is no table; or the convolution and
-    the norm of it, if a tile is whole images."""
+    """Launch the convolution, or its input gradient, with one of `configs`. With the activation
+    "identity" and no table, it is the plain input gradient, without terms. With `normed`, which
+    needs tiles of whole images, the launch also computes the norm of the result."""
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     device = describe(operands.x.device)
@@ -149,17 +149,17 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
 
 
 def registers(pixels: int, images: int) -> dict[str, int]:
-    """What is launched with so many pixels and images a tile: two warpgroups have these registers a
-    thread, and the one that loads few; all three begin with the mean. An epilogue of many images
-    has the norm's table of each of them."""
+    """Registers per thread, by the pixels and images of a tile. Two warpgroups that multiply have
+    REGISTERS, and the one that loads has few; all three are launched with the mean. The epilogue of
+    a tile of several images holds the norm's table of each of them."""
     most = _REGISTERS[pixels] if images <= 2 else max(_REGISTERS.values())
     return {"REGISTERS": most, "maxnreg": (2 * most + LOADER_REGISTERS) // 3}
 
 
 def rings(config: TileMma, width: int, shared_memory: int) -> tuple[int, int]:
-    """Blocks of pixels, and filters of one tap, that shared memory holds beside two tiles of the
-    result. A block is needed for three filters, and neither ring should wait for the other. 0
-    filters: three with each block, in the same ring."""
+    """Slots of the ring of blocks of pixels, and of the ring of filters of one tap, that fit shared
+    memory with two tiles of the result. Three filters use one block, and neither ring should wait
+    for the other. 0 filters: the filters are stored with the blocks."""
     pixels = config.block_m
     left = shared_memory - BESIDE_BUFFERS - 2 * pixels * 128
     block, tap = (pixels + 2 * width) * 128, 64 * 128
@@ -175,14 +175,14 @@ def rings(config: TileMma, width: int, shared_memory: int) -> tuple[int, int]:
 
 
 def cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
-    """Rows and images of a tile: rows that divide those of an image, or several whole images."""
+    """Rows and images of a tile: rows that divide an image, or several whole images; or None."""
     rows, images = (h, pixels // (h * w)) if h * w < pixels else (pixels // w, 1)
     divides = h % rows == 0 and images * rows * w == pixels
     return (rows, images) if divides and _fetchable(images, rows, w) else None
 
 
 def box_of(config: TileMma, h: int, w: int) -> tuple[int, int, int] | None:
-    """Images, rows and columns of a tile, or None. It is as much of an image as divides it."""
+    """Images, rows and columns of a tile: the largest part of an image that divides it; or None."""
     pixels = min(config.block_m, (h & -h) * (w & -w))
     if pixels < min(_LEAST_PIXELS, h * w):
         return None
@@ -195,24 +195,24 @@ def box_of(config: TileMma, h: int, w: int) -> tuple[int, int, int] | None:
 
 
 def _fetchable(images: int, rows: int, width: int) -> bool:
-    """Whether rows are fetched in pairs, and each begins where a product can."""
+    """Whether the number of rows is even, and each row begins at a multiple of _CHUNK pixels."""
     return rows % 2 == 0 and images * width % _CHUNK == 0
 
 
 def in_rows(
     x: Tensor, rows: int, images: int, channels: int = 64, width: int | None = None
 ) -> "TensorDescriptor":
-    """[N, H, W, C] as [H, N, W, C], in boxes of whole rows or of so many of their pixels."""
+    """[N, H, W, C] as [H, N, W, C], in boxes of whole rows, or of `width` pixels of them."""
     n, h, w, c = x.shape
     box = [rows, images, width or w, channels]
     return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], box)
 
 
 def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
-    """What its programs do; two warpgroups have a tile each."""
+    """The work of its programs; each of two warpgroups has a tile."""
     images, rows, width = box_of(c, spec.h, spec.w)
     blocks_c = -(-spec.c // CHANNELS)
-    # channels, and the rows of pixels and of filters that are fetched of each block of them
+    # (channels, rows of pixels per block of channels, rows of filters per block of channels)
     read = [(spec.k, 3 * (c.block_m + 2 * images * width), 9 * CHANNELS)]
     read += [(k, c.block_m, CHANNELS) for k in spec.extra]
     blocks = -(-spec.k // CHANNELS)

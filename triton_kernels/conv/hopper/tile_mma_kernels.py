@@ -127,7 +127,7 @@ def _load_beside(beside, blocks, tiles, block, n0, h0, w0, c0):
 
 @gluon.jit
 def _load(x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP: gl.constexpr):
-    # filters are there before the launch in front
+    # filters are there before the previous kernel
     EARLY: gl.constexpr = OVERLAP and blocks.w is None
     if OVERLAP and not EARLY:
         await_inputs_alone()
@@ -211,7 +211,7 @@ def conv_tile_mma_kernel(
     REGISTERS: gl.constexpr,  # of a thread that multiplies
     RAGGED: gl.constexpr,  # the last block of channels may have fewer than 64
     STRADDLING: gl.constexpr,  # some channels of a tile may be of the first of two, some not
-    OVERLAP: gl.constexpr,  # the launch in front may still be under way
+    OVERLAP: gl.constexpr,  # the previous kernel may still be under way
     CG: gl.constexpr,  # channels of a group of the norm
     KEEP: gl.constexpr,  # whether y is to be written
 ):

@@ -1,11 +1,10 @@
 """The main loop of `tile_mma`, `unfused_tiles` and `upsampled`: 3x3 filters over blocks of pixels.
 
-A block is 64 channels, or 32 of float32, of the pixels of a tile and of the row above and below it,
-moved by a column.
-The three taps of that column of the filter are the block from another row on, so that three
-products are made of what is fetched once. Filters of one tap, 64 by 64, pass through a ring of
-their own. Two warpgroups take tiles in turn (`turns`), and the rings hold what one needs and then
-what the other does.
+A block has 64 channels (32 in float32) of the pixels of a tile, and of the row above and the row
+below it, moved by one column. The three taps of that column of the filter read the block from
+different rows on, so one fetch serves three products. Filters of one tap, 64 by 64, have a ring of
+their own. Two warpgroups take turns (`turns`), and the rings hold the blocks of one warpgroup's
+tile and then those of the other's.
 """
 
 from triton.experimental import gluon
@@ -18,13 +17,13 @@ from ...hopper.pipeline import Ring
 
 @gluon.constexpr_function
 def block_chunks(pixels, width):
-    """Size of a block in chunks of 8 pixels: those of a tile, and two more rows of `width`."""
+    """Size of a block in chunks of 8 pixels: the pixels of a tile and two rows of `width`."""
     return (pixels + 2 * width) // 8
 
 
 @gluon.jit
 def pixels_from(blocks, stage, chunk: gl.constexpr, shape: gl.constexpr):
-    """Pixels from a chunk of a block on, in a shape whose last size is that of 128 bytes."""
+    """A view of a block from a chunk on. The last dimension of the shape has 128 bytes."""
     x_bufs = blocks.x.bufs
     BITS: gl.constexpr = x_bufs.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, rank=len(shape))
@@ -34,8 +33,8 @@ def pixels_from(blocks, stage, chunk: gl.constexpr, shape: gl.constexpr):
 
 @gluon.jit
 def place_of_filter(r, s, k0, c0, DGRAD: gl.constexpr):
-    """Where the filter of row r and column s lies in [9, CO, CI]: of an input gradient the opposite
-    one, transposed when it is multiplied."""
+    """The position in [9, CO, CI] of the filter of row r and column s. An input gradient uses the
+    opposite tap, and transposes it in the product."""
     if DGRAD:
         return 8 - 3 * r - s, k0, c0
     else:
@@ -44,22 +43,22 @@ def place_of_filter(r, s, k0, c0, DGRAD: gl.constexpr):
 
 @aggregate
 class Tiles:
-    """Tiles of a result, of 64 channels and ROWS x W pixels of IMAGES images, in the order of their
-    numbers. Those of the same pixels are neighbours, so pixels come from memory once and then from
+    """The tiles of the result and their order. A tile has 64 channels of ROWS x W pixels of IMAGES
+    images. Tiles that share pixels are neighbours, so pixels come from memory once and then from
     L2."""
 
     count: gl.tensor
-    tiles_h: gl.tensor  # of an image, one below the other
-    blocks_c: gl.tensor  # of 64 channels
+    tiles_h: gl.tensor  # tiles down an image
+    blocks_c: gl.tensor  # blocks of 64 channels
     ROWS: gl.constexpr
     IMAGES: gl.constexpr
     W: gl.constexpr
-    COLUMNS: gl.constexpr  # of tiles, one beside the other
-    PARITIES: gl.constexpr  # of tiles in the same place, of pixels of another parity each
+    COLUMNS: gl.constexpr  # tiles across an image
+    PARITIES: gl.constexpr  # 4: there is a tile for each parity of rows and columns; else 1
 
     @gluon.jit
     def place(self, i):
-        """Image, row and column where a tile of pixels begins, and its number within the image."""
+        """First image, row and column of tile i, its number within the image, and its parity."""
         tile = i // self.blocks_c
         if self.PARITIES > 1:
             parity = tile % self.PARITIES
@@ -77,7 +76,7 @@ class Tiles:
 
     @gluon.jit
     def row(self, image, of_image, parity):
-        """Where the sums of its images are, among those of all tiles."""
+        """The row of a tile's sums among the partial sums of all tiles."""
         if self.PARITIES > 1:
             first = image * self.tiles_h * self.PARITIES + of_image * self.PARITIES
             return first + parity
@@ -86,32 +85,32 @@ class Tiles:
 
     @gluon.jit
     def channel(self, i):
-        """The first of its channels."""
+        """First channel of tile i."""
         return i % self.blocks_c * 64
 
 
 @aggregate
 class Blocks:
-    """What products of tiles read: a ring of blocks of pixels, and filters of one tap each."""
+    """The operands of the products: a ring of blocks of pixels, and a ring of filters."""
 
     x: Ring
     w_bufs: gl.shared_memory_descriptor  # [., 1, 64, channels of a block]
-    w: Ring  # of these; or None: FILTERS of them come with each block of pixels
+    w: Ring  # of filters of one tap; None: each block of pixels comes with FILTERS filters
     FILTERS: gl.constexpr
-    CHUNKS: gl.constexpr  # of 8 pixels, of a block
-    PIXELS: gl.constexpr  # of a tile
-    WIDTH: gl.constexpr  # of these, those of a row of all its images
+    CHUNKS: gl.constexpr  # chunks of 8 pixels of a block
+    PIXELS: gl.constexpr  # pixels of a tile
+    WIDTH: gl.constexpr  # pixels of one row of all images of a tile
     DGRAD: gl.constexpr  # filters are transposed
 
     @gluon.jit
     def load_filter(self, w_desc, tap, row, column, step):
-        """The filter [64, 64] of a tap from (row, column) on, into the next slot of its ring."""
+        """Load the filter [64, 64] of a tap, from (row, column) on, into the next slot."""
         slot, bar = self.w.acquire(step, 64 * 128)
         tma_load(w_desc, [tap, row, column], bar, self.w_bufs.index(slot))
 
     @gluon.jit
     def multiply_tap(self, acc, stage, chunk: gl.constexpr, slot, DGRAD: gl.constexpr):
-        """The product of a filter with the tile, begun but not waited for."""
+        """Issue the product of one tap, without waiting for it."""
         BITS: gl.constexpr = self.w_bufs.dtype.primitive_bitwidth
         CHANNELS: gl.constexpr = 1024 // BITS
         w = self.w_bufs.index(slot)
@@ -123,9 +122,9 @@ class Blocks:
 
     @gluon.jit
     def multiply(self, acc, block, step, count, TAPS: gl.constexpr = 3, later=False):
-        """The products of `count` blocks with TAPS filters each. The last ones are still under way
-        at the end, and what they read is not given back; see `finish`. `later`: those of a block
-        before these are still under way."""
+        """Multiply `count` blocks by TAPS filters each. At the end the last products are still
+        running, and their slots are not released; see `finish`. `later`: products of an earlier
+        block are still running at the beginning."""
         ROW: gl.constexpr = self.WIDTH // 8
         for j in range(count):
             stage = self.x.wait(block)
@@ -136,15 +135,15 @@ class Blocks:
                 else:
                     slot = self.w.wait(step)
                     acc = self.multiply_tap(acc, stage, r * ROW, slot, self.DGRAD)
-                    acc = warpgroup_mma_wait(1, deps=(acc,))  # the tap before is done
+                    acc = warpgroup_mma_wait(1, deps=(acc,))  # the tap before is complete
                     sync_threads()
                     begun = j + r > 0
                     self.w.release_before(step, begun)
                     if r == 0:
                         self.x.release_before(block, begun)
                     step += 1
-            if self.w is None:  # the threads meet once a block, not once a product
-                acc = warpgroup_mma_wait(TAPS, deps=(acc,))  # the block before is done
+            if self.w is None:  # one barrier per block, not one per product
+                acc = warpgroup_mma_wait(TAPS, deps=(acc,))  # the block before is complete
                 sync_threads()
                 self.x.release_before(block, (j > 0) | later)
             block += 1
@@ -152,7 +151,7 @@ class Blocks:
 
     @gluon.jit
     def finish(self, acc, block, step, turns, GROUP: gl.constexpr):
-        """The other warpgroup may begin; then the sums, when the last product is done."""
+        """Let the other warpgroup multiply, wait for the last product, and release its slots."""
         turns.give(GROUP)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         sync_threads()

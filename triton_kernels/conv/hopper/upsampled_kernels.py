@@ -98,7 +98,7 @@ def _load(images, blocks, tiles, OVERLAP: gl.constexpr):
                     for r in gl.static_range(2):
                         at = [parity * 4 + r * 2 + t, c0, k0]
                         tma_load(up_w_desc, at, bar, blocks.w_bufs.index(stage * 2 + r))
-                    if OVERLAP:  # filters are there before the launch in front
+                    if OVERLAP:  # filters are there before the previous kernel
                         if (k0 == 0) & (t == 0):
                             await_inputs_alone()
                     _copy_rows(
@@ -191,7 +191,7 @@ def conv_parity_kernel(
     ACT: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory, and two filters each
     REGISTERS: gl.constexpr,  # of a thread that multiplies
-    OVERLAP: gl.constexpr,  # the launch in front may still be under way
+    OVERLAP: gl.constexpr,  # the previous kernel may still be under way
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=4)

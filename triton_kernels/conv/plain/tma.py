@@ -120,7 +120,7 @@ def launch(
         None if part is None else weight_in_boxes(part, block_co, block_ci) for part in filters
     )
     programs = count_boxes(box, n, p, q) * triton.cdiv(c, config.block_c)
-    option = {}  # with stride 2 nothing begins before the launch in front has ended
+    option = {}  # with stride 2 nothing begins before the previous kernel has ended
     if stride == 1 and (follows or (turned and not exact)):
         option = following(x.device)
     elif stride == 1:  # `following` the copies of `split_first` took 20 to 27 % longer: programs

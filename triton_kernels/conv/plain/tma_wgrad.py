@@ -168,7 +168,7 @@ def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> N
     box, flat = wgrad_box(config.block_m, n, p, q)
     of_dy = dy.view(n * p * q, channels) if flat else dy
     num_tiles = count_boxes(box, n, p, q)
-    # with stride 2 nothing begins before the launch in front has ended
+    # with stride 2 nothing begins before the previous kernel has ended
     option = overlapping(x.device) if stride == 1 else {}
     _conv2d_wgrad_tma_kernel[(*_blocks(co, ci, r * s, config), splits)](
         pixels_in_boxes(by_parity(x) if stride == 2 else x, box, config.block_ci),
