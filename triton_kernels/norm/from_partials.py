@@ -22,6 +22,7 @@ from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second
+from .pass_grid import MOST_HELD
 from .passes import apply, apply_upsampled, launch_apply
 from .small_batch import SMALL_BATCH, SmallBatch, norm_small_batch
 from .tables import Statistics, covering_groups, norm_table
@@ -30,7 +31,8 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 # Elements of a tensor whose partial sums so few programs read that a launch costs more.
 SMALL_NORM = 2**20
-_MANY_SUMS, _MOST_SUMS = 512, 2**13  # of either kind, that a program of 32 channels loads
+_MANY_SUMS = 512  # of either kind, that a program of 32 channels loads
+_MOST_SUMS = MOST_HELD // 2  # of either kind, that registers hold
 _SMALL_IMAGE = 256  # pixels
 
 
@@ -61,13 +63,12 @@ def _refuse(spec: NormSpec, gpu: Device) -> str | None:
 
 
 def _untimed(spec: NormSpec, gpu: Device) -> str | None:
-    """Of a launch less is the price that programs of 32 channels load more sums; what it costs is
-    less than that, if there are many programs."""
+    """One launch instead of two makes every program load the sums of its channels, which costs more
+    where there are many programs."""
     many = spec.elements > gpu.busy * _LARGE.tile * _LARGE.tiles
     most = _MANY_SUMS if many else 2 * _MANY_SUMS
     sums = _sums(32, spec)
-    many = sums > most and spec.elements > SMALL_NORM
-    return f"{sums} sums of either kind a program; at most {most}" if many else None
+    return f"{sums} sums of either kind a program; at most {most}" if sums > most else None
 
 
 def sums_config(spec: NormSpec) -> SumsConfig:

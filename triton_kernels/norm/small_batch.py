@@ -23,6 +23,7 @@ from ..runtime.device import Device, describe
 from ..runtime.layout import row_stride
 from ..tf32 import as_operand
 from .coefficients import modulate, parameters
+from .pass_grid import MOST_HELD
 from .single_cta_kernels import sum_of_lanes
 from .statistics import add_pairs
 from .tables import Statistics
@@ -30,7 +31,6 @@ from .tables import Statistics
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _LANES, _LOADED = 32, 4096  # channels of a program, and their partial sums
-_MAX_LOADED = 4 * _LOADED
 _TILE, _MIN_TILE = 4096, 1024  # its elements; fewer if there are few programs
 
 
@@ -175,7 +175,7 @@ def _untimed(spec: NormSpec, gpu: Device) -> str | None:
 
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
-    if triton.next_power_of_2(spec.c // spec.groups) * sum(spec.tiles) > _MAX_LOADED:
+    if triton.next_power_of_2(spec.c // spec.groups) * sum(spec.tiles) > MOST_HELD:
         return f"registers do not hold the sums of {sum(spec.tiles)} tiles of a group"
     return None
 
@@ -207,7 +207,7 @@ def norm_small_batch(
         x1, x2, large, *norm.both, norm.weight, norm.bias, *film, a, *map(row_stride, film),
         norm.pixels[0], norm.pixels[-1], h * w, c1, c2, *blocks, norm.eps, activation,
         w if up else None, *ks, cg, block_p, block_g, block_j, *map(triton.next_power_of_2, ks),
-        tf32, num_warps=8 if loaded > _MAX_LOADED // 2 else 4, **overlapping(x1.device),
+        tf32, num_warps=8 if loaded > MOST_HELD // 2 else 4, **overlapping(x1.device),
     )  # fmt: skip
     return result
 

@@ -34,7 +34,6 @@ _NUM_WARPS = 8
 _BLOCK = 4 * 32 * _NUM_WARPS  # 4 a thread: beyond, the layouts of 32 and 16 bits would differ
 _NORM_BLOCK = 4096  # gradients in one turn of a program of square_sums
 _NORM_CHUNKS = 2048  # at most so many: one program adds up their sums
-_NORM_PROGRAMS = 4  # a multiprocessor has room for
 
 
 @triton.jit
@@ -169,7 +168,7 @@ def _launch_square_sums(
 ) -> None:
     size, chunks = grad.numel(), sums.numel()
     counter = None if norm is None else zero_counters(1, grad.device)
-    slots = max(1, int(_NORM_PROGRAMS * describe(grad.device).num_sms))
+    slots = describe(grad.device).loops
     programs = triton.cdiv(count, triton.cdiv(count, slots))  # all at once, and evenly
     _square_sums_kernel[(programs,)](
         grad, sums, norm, counter, size, first, count, chunks,

@@ -18,7 +18,6 @@ from ..runtime.device import describe
 
 _BLOCK = 8192  # numbers a step, of eight warps: with four, 2.5 to 4 times the time (H200)
 _WARPS = 8
-_PROGRAMS = 4  # a multiprocessor
 _BLOCK_C = 64  # columns, at most
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -129,7 +128,7 @@ def _cut(x: Tensor, c: int) -> tuple[int, int, int]:
     """M, the parts that the sum is split into, and the rows of a step."""
     m, block_c = x.numel() // c, _columns(c)
     block_m = max(16, min(_BLOCK // block_c, triton.next_power_of_2(m)))
-    slots = _PROGRAMS * describe(x.device).num_sms
+    slots = describe(x.device).loops
     return m, num_splits(triton.cdiv(c, block_c), triton.cdiv(m, block_m), slots), block_m
 
 

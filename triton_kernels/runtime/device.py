@@ -30,6 +30,12 @@ class Device(NamedTuple):
         powers of two are enough for chips whose multiprocessors are a few more than one."""
         return int(7.75 * self.num_sms) + 1
 
+    @property
+    def loops(self) -> int:
+        """Programs that keep it busy where each loops over a part of memory: four for each
+        multiprocessor."""
+        return 4 * self.num_sms
+
     def holds(self, shared: int) -> int:
         """Programs whose buffers have so many bytes of shared memory that a multiprocessor has room
         for at a time; 0: not for one."""

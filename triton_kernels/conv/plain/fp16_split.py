@@ -17,8 +17,6 @@ from ...runtime.dependent_launch import await_inputs, following, overlapping
 from ...runtime.device import describe
 
 _CHANNELS = 64  # of a program
-_PROGRAMS = 4  # of either kernel for each multiprocessor, if there are pixels enough
-_SPLITS = 2  # of the pixels of a channel for each, at most, among those that look
 _PIXELS_LOOKING, _PIXELS_CONVERTING = 128, 64  # of a step
 
 _empty = torch.empty  # tests put a function here that returns NaNs
@@ -138,9 +136,8 @@ def in_halves(
     float32; its square may be none. Where x is infinite or NaN its second part is NaN."""
     (ci, co), m = (t.shape[-1] for t in (x, dy)), x[..., 0].numel()
     chunks = triton.cdiv(ci, _CHANNELS) + triton.cdiv(co, _CHANNELS)
-    sms = describe(x.device).num_sms
-    most = _PROGRAMS * sms // chunks  # programs for some channels
-    splits = _programs(m, _PIXELS_LOOKING, min(most, _SPLITS * sms))
+    most = describe(x.device).loops // chunks  # programs for each chunk of channels
+    splits = _programs(m, _PIXELS_LOOKING, most)
     largest = _empty((chunks, splits, _CHANNELS), dtype=torch.uint8, device=x.device)
     factors = _empty((ci + co,), dtype=torch.float32, device=x.device)
     halves = [_empty((parts, *t.shape), dtype=torch.float16, device=x.device) for t in (x, dy)]
@@ -157,6 +154,6 @@ def in_halves(
 
 
 def _programs(pixels: int, step: int, most: int) -> int:
-    """That share the pixels of a channel: so many that all have the same number of steps."""
+    """Programs that share the pixels of a channel, at most `most`, with equally many steps each."""
     steps = max(triton.cdiv(pixels, step), 1)
     return triton.cdiv(steps, triton.cdiv(steps, max(most, 1)))
