@@ -1,5 +1,5 @@
-"""The kernels of attention (`ATTENTION`, `CROSS_ATTENTION`, and their gradients), and what one
-program of those in Gluon keeps and walks over; that of plain Triton is in `attention.tiles`."""
+"""The kernels of attention (`ATTENTION`, `CROSS_ATTENTION`, and their gradients), and the
+configurations and costs of those in Gluon; those of plain Triton are in `attention.tiles`."""
 
 import math
 from typing import NamedTuple
@@ -17,47 +17,45 @@ from .tiles import BwdConfig, Tile, block_d, bwd_config, bwd_tiles, fwd_tiles, w
 
 @configures("head")
 class HeadTile(NamedTuple):
-    """Of `hopper`, which keeps the keys of a head in shared memory: it stages nothing."""
+    """Of `hopper`, which has all keys of a head in shared memory."""
 
-    keep: int
-    step: int
+    keep: int  # queries of a program
+    step: int  # keys at a time
 
 
 @configures("kept")
 class KeptTile(NamedTuple):
-    """Of `streamed`, 256 queries a multiprocessor: those that a program keeps, keys at a time, and
-    how many blocks of keys and values are in shared memory."""
+    """Of `streamed.forward_kept`, with 256 queries per multiprocessor."""
 
-    keep: int
-    step: int
-    slots: int
+    keep: int  # queries of a program
+    step: int  # keys at a time
+    slots: int  # blocks of keys and values in shared memory
 
 
 @configures("streamed")
 class StreamedTile(NamedTuple):
-    """Of `streamed`, one program a multiprocessor: its warpgroups, of 64 queries each, keys at a
-    time, blocks of keys and of values in shared memory, and registers of a thread."""
+    """Of `streamed.forward_streamed`, with one program per multiprocessor."""
 
-    groups: int
-    step: int
-    slots: int
-    registers: int
+    groups: int  # warpgroups, of 64 queries each
+    step: int  # keys at a time
+    slots: int  # blocks of keys, and blocks of values, in shared memory
+    registers: int  # per thread
 
 
 @configures("head")
 class HeadGrad(NamedTuple):
-    """Of its backward pass, which keeps all of a head."""
+    """Of the backward pass of `hopper`, which has a whole head in shared memory."""
 
 
 @configures("relayed")
 class RelayedTile(NamedTuple):
-    """Of `relayed`: queries at a time, and how many blocks of them are in shared memory."""
+    """Of `relayed`."""
 
-    step: int
-    slots: int
+    step: int  # queries at a time
+    slots: int  # blocks of queries in shared memory
 
 
-# For Hopper, in 16 bits, and only where they were measured to be faster.
+# `head` runs only where it was measured to be faster
 FWD_HEAD_CONFIGS = (
     HeadTile(64, 128),
     HeadTile(128, 128),
@@ -65,26 +63,27 @@ FWD_HEAD_CONFIGS = (
     HeadTile(256, 256),
 )
 
-# The same, and of heads that shared memory cannot have, where `kept_cost` and `streamed_cost` say
-# so.
+# These run where they were measured to be faster; for heads that do not fit shared memory, also
+# where their costs say so
 KEPT_CONFIGS = (KeptTile(128, 64, 4), KeptTile(64, 64, 2))
 STREAMED_CONFIGS = (StreamedTile(2, 128, 2, 240),)
 RELAYED_CONFIGS = (RelayedTile(64, 4), RelayedTile(32, 4))
 
 
 def head_tiles(spec: AttentionSpec, gpu: Device) -> list[HeadTile]:
-    """Less those far beyond T."""
+    """The configurations, without those far larger than T."""
     longest = max(128, triton.next_power_of_2(spec.t))
     return [c for c in FWD_HEAD_CONFIGS if max(c.keep, c.step) <= longest]
 
 
-_SHORT = 256  # positions, of fewer than which neither of `streamed`'s kernels was timed
+_SHORT = 256  # positions; the kernels of `streamed` were not timed with fewer
 
 
 def kept_cost(spec: AttentionSpec, gpu: Device, config: KeptTile) -> float:
-    """Microseconds. The numbers are of one H200 in bf16: heads of 16 to 128, 300 to 4,096
-    positions; of 79 choices among all kernels 76 are within 5 % of the fastest one. A head that
-    fits shared memory is `hopper`'s unless this was measured to be faster."""
+    """Microseconds. The numbers were fitted on one H200 in bf16, with heads of 16 to 128 channels
+    and 300 to 4,096 positions; of 79 choices among all kernels 76 are within 5 % of the fastest.
+    `hopper` computes a head that fits shared memory, unless this kernel was measured to be
+    faster."""
     step = 0.86 + 0.0055 * block_d(spec.d)  # of 64 keys
     programs = spec.n * math.ceil(spec.t / config.keep)
     at_a_time = 256 // config.keep * gpu.num_sms
@@ -93,7 +92,7 @@ def kept_cost(spec: AttentionSpec, gpu: Device, config: KeptTile) -> float:
 
 
 def streamed_cost(spec: AttentionSpec, gpu: Device, config: StreamedTile) -> float:
-    """Likewise. Its programs have a multiprocessor each to themselves."""
+    """Microseconds, fitted like `kept_cost`. A multiprocessor has one program."""
     step = 0.63 + 0.0080 * block_d(spec.d)  # of 128 keys
     programs = spec.n * math.ceil(spec.t / (64 * config.groups))
     us = _in_waves(programs, gpu.num_sms, 2.8, math.ceil(spec.t / config.step) * step)
@@ -101,12 +100,13 @@ def streamed_cost(spec: AttentionSpec, gpu: Device, config: StreamedTile) -> flo
 
 
 def relayed_tiles(spec: AttentionSpec, gpu: Device) -> list[RelayedTile]:
-    """Of 128 channels dk and dv take half of a thread's registers: there are fewer queries."""
+    """With 128 channels dk and dv take half of a thread's registers, so a step has fewer
+    queries."""
     return [c for c in RELAYED_CONFIGS if c.step == (32 if block_d(spec.d) > 64 else 64)]
 
 
 def relayed_cost(spec: AttentionSpec, gpu: Device, config: RelayedTile) -> float:
-    """Likewise, in bf16 on one H200, with the kernel in front, which reads o and do."""
+    """Microseconds, fitted like `kept_cost`, with the kernel before it, which reads o and do."""
     d = block_d(spec.d)
     step = (0.58 + 0.015 * d) * config.step / 64  # of 128 keys
     parts = math.ceil(spec.t / relayed.KEEP)
@@ -117,12 +117,13 @@ def relayed_cost(spec: AttentionSpec, gpu: Device, config: RelayedTile) -> float
 
 
 def tiles_grad_cost(spec: AttentionSpec, gpu: Device, config: BwdConfig) -> float:
-    """Of the safe tile, where `relayed` could be taken: elsewhere nothing is compared with it. Its
-    programs are small, and several fit a multiprocessor, so there are no waves."""
+    """Microseconds of the default tile where `relayed` can run; elsewhere no other kernel is
+    compared with it. Several of its small programs fit a multiprocessor, so waves are not
+    counted."""
     if relayed.refuse(spec, gpu) is not None or config != bwd_config(spec):
         return math.inf
     blocks, d = math.ceil(spec.t / 64), block_d(spec.d)
-    program = 0.06 * d - 0.3 + blocks * (0.32 + 0.0125 * d)  # of both kernels
+    program = 0.06 * d - 0.3 + blocks * (0.32 + 0.0125 * d)  # us of both kernels
     us = max(1.0, spec.n * blocks / gpu.num_sms) * program
     return us if _is_long(spec, gpu) else math.inf
 
@@ -132,7 +133,7 @@ def _is_long(spec: AttentionSpec, gpu: Device) -> bool:
 
 
 def _in_waves(programs: int, at_a_time: int, start: float, steps: float) -> float:
-    """Microseconds of programs that take `start` and `steps` each."""
+    """Microseconds of programs that each take `start` plus `steps`."""
     return math.ceil(programs / at_a_time) * (start + steps)
 
 
@@ -172,7 +173,7 @@ HEAD_GRAD = Kernel("head", HeadGrad, head.refuse, launch=head.backward)
 
 
 def _similar(spec: AttentionSpec, gpu: Device) -> bool:
-    """Where a head can stay in shared memory, rows of other lengths say something too."""
+    """Whether rows of other lengths count: where a head fits shared memory."""
     return head.refuse(spec, gpu) is None
 
 

@@ -1,6 +1,6 @@
-"""`few_keys`: attention whose keys fit one tile, as those of a text do. Programs keep them and walk
-over queries, so many programs a head that the GPU is busy; backward is one launch, and where a head
-has several programs, the sum of their dk and dv behind it."""
+"""`few_keys`: attention whose keys fit one tile, such as those of a text. A program keeps the keys
+of a head and walks over queries. A head has as many programs as keep the GPU busy. Backward is one
+launch; if a head has several programs, a second launch adds their dk and dv."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
@@ -21,8 +21,8 @@ from .tiles import block_d
 KEYS = (64, 128)  # of a program: all of a head
 BY_QUERY_CHANNELS = 64  # of a head: rows of a wgmma, of dk and dv transposed
 _ROUNDS = 4
-# Sums of a thread, by the warps of a program: with more, registers spill by the hundred bytes.
-# mma.sync has its operands in registers too.
+# Most accumulators of a thread, by the warps of a program; with more, registers spill by hundreds
+# of bytes. mma.sync also has its operands in registers.
 _MOST_SUMS, _MOST_OF_MMA_SYNC = {4: 144, 8: 192}, 100
 
 
@@ -34,7 +34,7 @@ class FewKeys(NamedTuple):
     step: int  # queries at a time
     num_warps: int
     num_stages: int
-    splits: int  # programs of a head
+    splits: int  # programs per head
 
 
 @configures("few_keys")
@@ -50,8 +50,8 @@ class FewKeysGrad(NamedTuple):
 
 
 def blocks_of(d: int) -> tuple[int, int]:
-    """Channels of the first block of a head, a power of two, and of the second one; 0: there is
-    none, since the two would be as many as one block has."""
+    """Channels of the two blocks that a head is cut into, both powers of two. The second is 0 if
+    two blocks would have no less padding than one."""
     whole = block_d(d)
     first = whole // 2
     if d == whole or first < 16:
@@ -82,8 +82,8 @@ def tiles(spec: AttentionSpec, gpu: Device) -> list[FewKeys]:
 
 
 def grad_tiles(spec: AttentionSpec, gpu: Device) -> list[FewKeysGrad]:
-    """A warpgroup has 64 keys, or 64 queries. mma.sync takes fewer, since its operands are in
-    registers, of which it has none for the other orientation."""
+    """A warpgroup has 64 keys, or 64 queries. With mma.sync tiles are smaller, since operands are
+    in registers, and too few are left for scores by query."""
     steps = ((32, 2),) if gpu.mma_sync else ((64, 3), (64, 2))
     found = []
     for keep in KEYS:
@@ -97,8 +97,8 @@ def grad_tiles(spec: AttentionSpec, gpu: Device) -> list[FewKeysGrad]:
 
 
 def _in_parts(found: Iterable[_Config], spec: AttentionSpec, gpu: Device) -> list[_Config]:
-    """Those whose sums and buffers have room, each in so many programs a head that the
-    multiprocessors are full once, twice, ..."""
+    """The configurations whose accumulators and buffers fit, each with the numbers of programs per
+    head that fill the multiprocessors once, twice, ..."""
     parts: dict[_Config, None] = {}
     for config in found:
         most = _MOST_OF_MMA_SYNC if gpu.mma_sync else _MOST_SUMS[config.num_warps]
@@ -113,7 +113,7 @@ def _in_parts(found: Iterable[_Config], spec: AttentionSpec, gpu: Device) -> lis
 
 
 def _blocks(d: int, config: FewKeys | FewKeysGrad) -> tuple[int, int]:
-    """Channels of both blocks."""
+    """Channels of each block of a head."""
     by_query = isinstance(config, FewKeysGrad) and config.by_query
     return (BY_QUERY_CHANNELS, 0) if by_query else blocks_of(d)
 
@@ -123,7 +123,8 @@ def _channels(spec: AttentionSpec, config: FewKeys | FewKeysGrad) -> int:
 
 
 def _sums(config: FewKeys | FewKeysGrad, spec: AttentionSpec) -> int:
-    """Of a thread: scores, or o beside scores of 16 bits; or gradients, scores and theirs."""
+    """Accumulators of a thread: scores, or o and scores of 16 bits; backward dk and dv, scores and
+    their gradient."""
     keep, step, d = config.keep, config.step, _channels(spec, config)
     if isinstance(config, FewKeys):
         numbers = step * max(keep, keep // 2 + d)
@@ -133,7 +134,8 @@ def _sums(config: FewKeys | FewKeysGrad, spec: AttentionSpec) -> int:
 
 
 def _shared(config: FewKeys | FewKeysGrad, spec: AttentionSpec) -> int:
-    """Bytes: keys and values, what is fetched ahead, and o to be stored or ds, and by query p."""
+    """Bytes of shared memory: keys and values, queries that are fetched ahead, and o to be stored;
+    backward ds, and by query p."""
     row = _channels(spec, config) * spec.itemsize
     kept, fetched = 2 * config.keep * row, config.num_stages * config.step * row
     if isinstance(config, FewKeys):
@@ -148,7 +150,7 @@ def _resident(config: FewKeys | FewKeysGrad, spec: AttentionSpec, gpu: Device) -
 
 
 def work(spec: AttentionSpec, gpu: Device, c: FewKeys | FewKeysGrad) -> Work:
-    """What the programs of either pass do."""
+    """The work of the programs of either pass."""
     grad = isinstance(c, FewKeysGrad)
     d, steps = _channels(spec, c), _walk(spec.t, c)
     queries, in_parts = steps * c.step, grad and c.splits > 1
@@ -166,19 +168,19 @@ def work(spec: AttentionSpec, gpu: Device, c: FewKeys | FewKeysGrad) -> Work:
 
 
 def cost(spec: AttentionSpec, gpu: Device, c: FewKeys | FewKeysGrad) -> float:
-    """Microseconds where nobody has timed it: with the parameters of `tiles`, whose programs have
+    """Microseconds where there are no fitted parameters: by those of `tiles`, whose programs have
     the same instructions."""
     like = "tiles one_pass=False" if isinstance(c, FewKeysGrad) else "tiles"
     return microseconds(parameters(AMPERE)[like], work(spec, gpu, c), gpu)
 
 
 def _walk(t: int, config: FewKeys | FewKeysGrad) -> int:
-    """Blocks of queries of a program."""
+    """Blocks of queries per program."""
     return triton.cdiv(triton.cdiv(t, config.step), config.splits)
 
 
 def _launched(config: FewKeys | FewKeysGrad, constants: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of either kernel, by name."""
+    """The arguments of either kernel, by name."""
     first, rest = _blocks(constants["D"], config)
     walk = _walk(constants["T"], config) * config.step
     return constants | dict(
@@ -189,7 +191,7 @@ def _launched(config: FewKeys | FewKeysGrad, constants: dict[str, Any]) -> dict[
 
 
 def forward(config: FewKeys, operands: FwdOperands) -> None:
-    """o and lse."""
+    """Compute o and lse."""
     *tensors, constants = operands
     n, heads, t = operands.lse.shape
     options = _launched(config, constants)
@@ -199,7 +201,7 @@ def forward(config: FewKeys, operands: FwdOperands) -> None:
 
 
 def backward(config: FewKeysGrad, operands: BwdOperands) -> None:
-    """The gradients."""
+    """Compute the gradients."""
     do, q, kv, mask, _, lse, dq, dkv, _, constants = operands
     n, heads, _ = lse.shape
     options = _launched(config, constants)

@@ -1,7 +1,7 @@
-"""What one program of a convolution computes, and kernels whose sums over pixels are split.
+"""Configurations and operands of convolutions, and kernels that split their sum over pixels.
 
-Each kernel has classes of its own made from these, since a configuration says which kernel it is
-of.
+Each kernel derives a class of its own from these tiles, since the class of a configuration tells
+which kernel it belongs to.
 """
 
 import math
@@ -22,27 +22,27 @@ from ..runtime.device import Device
 
 
 class FwdTile(NamedTuple):
-    """What one program of the forward or of the input gradient computes."""
+    """The tile of a program of a forward pass or an input gradient."""
 
     block_c: int  # output channels
     block_m: int  # pixels
-    block_k: int  # input channels a step
+    block_k: int  # input channels per step
     num_warps: int
     num_stages: int
 
 
 class WgradTile(NamedTuple):
-    """What one program of the weight gradient computes."""
+    """The tile of a program of a weight gradient."""
 
     block_co: int
     block_ci: int
-    block_m: int  # pixels a step
+    block_m: int  # pixels per step
     num_warps: int
     num_stages: int
 
 
 class ConvOperands(NamedTuple):
-    """Of a forward pass, or of an input gradient, as a kernel is launched with them."""
+    """The operands of a forward pass or an input gradient."""
 
     x: Tensor  # [N, H, W, CI], or dy [N, P, Q, CO]
     weight: Tensor  # [CO, CI, R, S] in channels_last memory
@@ -51,23 +51,23 @@ class ConvOperands(NamedTuple):
     stride: int
     padding: tuple[int, int]  # of the forward pass
     precision: str  # "ieee" | "tf32"
-    dgrad: bool  # whether it is an input gradient
-    add: Tensor | None = None  # as y
-    follows: bool = False  # a launch that has prepared the filters
+    dgrad: bool  # an input gradient
+    add: Tensor | None = None  # as y: added to it
+    follows: bool = False  # the previous kernel prepares the filters
 
 
 class WgradOperands(NamedTuple):
-    """Of a weight gradient, as a kernel is launched with them."""
+    """The operands of a weight gradient."""
 
     x: Tensor  # [N, H, W, CI or more]
     dy: Tensor  # [N, P, Q, CO or more]
-    weight: Tensor  # [CO, CI, R, S], of which only the shape matters
-    parts: Tensor  # [splits, CO * R * S * CI], or one part alone, to be written
+    weight: Tensor  # [CO, CI, R, S]; only its shape is used
+    parts: Tensor  # [splits, CO * R * S * CI] to be written; or the gradient, if there is one part
     stride: int
     padding: tuple[int, int]
     precision: str  # "ieee" | "tf32"
-    stride_co: int | None = None  # of one part alone, if its rows are apart
-    accumulate: bool = False  # add to what is in one part alone
+    stride_co: int | None = None  # of the rows of the gradient, if they are not contiguous
+    accumulate: bool = False  # add to the gradient in memory; with one part only
 
 
 C = TypeVar("C", bound=tuple)  # a tile of a weight gradient
@@ -75,13 +75,13 @@ C = TypeVar("C", bound=tuple)  # a tile of a weight gradient
 
 @dataclass(frozen=True)
 class SplitKernel(Kernel):
-    """A weight gradient, whose sum over pixels is cut into parts: a configuration is a tile and,
-    behind its fields, the number of parts."""
+    """A weight gradient whose sum over pixels is cut into parts. A configuration has the fields of
+    a tile, then the number of parts."""
 
     tile: type | None = None
     splits: Callable[[ConvSpec, Device, tuple], int] | None = None  # the best number for a tile
     pads: bool = False  # x and dy may have more channels than the filters
-    in_place: bool = False  # one part alone may have its rows apart, and be added to what is there
+    in_place: bool = False  # with one part, `stride_co` and `accumulate` are supported
 
     def planned(self, spec: ConvSpec, gpu: Device, tile: tuple) -> tuple:
         """The configuration of a tile with the best number of parts."""
@@ -91,19 +91,19 @@ class SplitKernel(Kernel):
 def split_kernel(
     tile: type[C],
     refuse: Callable[[ConvSpec, Device], str | None],
-    tiles: Callable[[ConvSpec, Device], Iterable[C]],  # that can do it
-    splits: Callable[[ConvSpec, Device, C], int],
-    launch: Callable[[C, int, WgradOperands], None],  # of a tile and so many parts
+    tiles: Callable[[ConvSpec, Device], Iterable[C]],  # the tiles that can compute it
+    splits: Callable[[ConvSpec, Device, C], int],  # the best number of parts
+    launch: Callable[[C, int, WgradOperands], None],  # called with a tile and a number of parts
     cost: Callable[[ConvSpec, Device, C], float] | None = None,  # microseconds
-    alone: Callable[[ConvSpec, C], bool] = lambda spec, tile: False,  # whether one part may do
-    around: bool = True,  # whether more and fewer parts than the best number are worth measuring
+    alone: Callable[[ConvSpec, C], bool] = lambda spec, tile: False,  # whether to list one part
+    around: bool = True,  # also list more and fewer parts than the best number
     pads: bool = False,
     in_place: bool = False,
     work: Callable[[ConvSpec, Device, tuple], Work] | None = None,  # of a configuration
     fitted_by: tuple[str, ...] = (),
     borrows: int | None = None,
 ) -> SplitKernel:
-    """The kernel of such tiles. Its cost is that of a tile with the best number of parts."""
+    """The kernel with these tiles. `cost` is the cost of a tile with the best number of parts."""
     config = with_splits(tile)
     splits = lru_cache(maxsize=4096)(splits)
 
@@ -146,7 +146,7 @@ def split_kernel(
 
 @lru_cache
 def with_splits(tile: type[C]) -> type:
-    """The fields of a tile and, behind them, the number of parts; and its properties."""
+    """A class with the fields and properties of a tile, and the number of parts."""
     config = namedtuple(f"{tile.__name__}Split", [*tile._fields, "splits"])
     config.tile = property(lambda self: tile(*self[:-1]))
     for name, value in vars(tile).items():
@@ -156,7 +156,7 @@ def with_splits(tile: type[C]) -> type:
 
 
 def fewest_of(spec: ConvSpec, pixels: int | None = None) -> int:
-    """What `long_sums` says of a weight gradient's sum over pixels; None: those of its result."""
+    """The fewest parts of a weight gradient's sum over pixels (`long_sums`); None: its pixels."""
     rows, columns = spec.size
     dtype = torch.float32 if spec.itemsize == 4 else torch.bfloat16
     return fewest_parts(
@@ -167,13 +167,13 @@ def fewest_of(spec: ConvSpec, pixels: int | None = None) -> int:
 def wgrad_work(
     spec: ConvSpec,
     c: tuple,  # a configuration
-    programs: int,  # of a part
-    steps: float,  # of a program
-    products: int,  # of a step
-    fetched: int,  # bytes of a step
+    programs: int,  # per part
+    steps: float,  # per program
+    products: int,  # per step
+    fetched: int,  # bytes per step
     resident: int,
 ) -> Work:
-    """What the programs of a weight gradient do."""
+    """The work of the programs of a weight gradient."""
     co, ci = spec.of_filters
     return Work(
         tiles=programs * c.splits,
@@ -189,5 +189,5 @@ def wgrad_work(
 
 
 def kernel_of_tile(kernels: Sequence[SplitKernel], tile: tuple) -> SplitKernel:
-    """The one that a tile is of."""
+    """The kernel that a tile belongs to."""
     return next(kernel for kernel in kernels if isinstance(tile, kernel.tile))

@@ -1,5 +1,5 @@
-"""The parts of several weight gradients that one launch has made (`conv.hopper.group_wgrad`), and
-their sums."""
+"""The second launch of grouped weight gradients (`conv.hopper.group_wgrad`): it adds the parts of
+up to four gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,37 +11,37 @@ from torch import Tensor
 from ..runtime.dependent_launch import await_inputs, overlapping
 
 MOST = 4  # gradients in one launch
-LISTED = 4  # numbers of parts of a tile, those with the fewest steps one after the other
+LISTED = 4  # numbers of parts that are listed for a tile: those with the fewest successive steps
 
 
 def filled(values: Sequence[Any], count: int, other: Any = 0) -> list:
-    """So many arguments, those of gradients that are absent too."""
+    """The values, padded to `count` arguments for gradients that are absent."""
     return [*values, *[other] * (count - len(values))]
 
 
 def channels_of(ci: Sequence[int], co: Sequence[int]) -> list[int]:
-    """Of x, and of dy."""
+    """Arguments CI1 to CI4 and CO1 to CO4."""
     return filled(ci, MOST) + filled(co, MOST)
 
 
 @triton.jit
 def count_blocks(CI, CO, TILE_CI: tl.constexpr, TILE_CO: tl.constexpr):
-    """Of channels, of a gradient."""
+    """Number of blocks of channels of a gradient."""
     return tl.cdiv(CI, TILE_CI) * tl.cdiv(CO, TILE_CO)
 
 
 @triton.jit
 def gradient_of(
     block,  # in the list of the blocks of all gradients
-    gradients,  # of each: CI, CO, the distance of its rows, and a pointer
+    gradients,  # for each: CI, CO, the stride of its rows, and a pointer
     COUNT: tl.constexpr,
     TILE_CI: tl.constexpr,
     TILE_CO: tl.constexpr,
 ):
-    """Of the gradient that the block is of: CI, CO, distance and pointer; and the first channels
+    """CI, CO, stride and pointer of the gradient that the block belongs to; and the first channels
     of the block."""
     CI, CO, stride, out_ptr = gradients[0]
-    start = 0  # of its blocks
+    start = 0  # first block of the gradient
     next_start = count_blocks(CI, CO, TILE_CI, TILE_CO)
     for i in tl.static_range(1, COUNT):
         its_CI, its_CO, its_stride, its_ptr = gradients[i]
@@ -78,14 +78,14 @@ def _sum_group_kernel(
     stride3,
     stride4,
     programs,
-    tiles,  # of the sum of a block of channels
-    whole,  # blocks in front that have no parts
+    tiles,  # tiles of pixels per block
+    whole,  # first blocks of the list, which have no parts
     TILE_CO: tl.constexpr,
     TILE_CI: tl.constexpr,
     TAPS: tl.constexpr,
-    PARTS: tl.constexpr,  # of a program, at most
-    EVEN: tl.constexpr,  # as many programs for each block: a program has parts of one block
-    ACCUMULATE: tl.constexpr,  # add to what is there
+    PARTS: tl.constexpr,  # most parts of a program
+    EVEN: tl.constexpr,  # every block has equally many programs, so a program has one block's parts
+    ACCUMULATE: tl.constexpr,  # add to what memory holds
     BLOCK_S: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -103,16 +103,16 @@ def _sum_group_kernel(
     for i in tl.static_range(4):
         blocks += count_blocks(gradients[i][0], gradients[i][1], TILE_CI, TILE_CO)
 
-    # the programs that have the block's first tile and its last
+    # the programs with the block's first tile and with its last
     if EVEN:
         first = block * (programs // blocks)
         last = first + programs // blocks - 1
         second = 0
-    else:  # of pieces [p, p + 1) total / P; few divisions, since those of 64 bits are slow
+    else:  # program p has tiles [p, p + 1) total / P; few divisions, since 64-bit ones are slow
         total = (blocks * tiles).to(tl.int64)
         first = ((block.to(tl.int64) * tiles + 1) * programs - 1) // total
         last = ((block + 1).to(tl.int64) * tiles * programs - 1) // total
-        # the first one's second part, if its piece begins in the block before
+        # the second part of the first program, if its piece begins in the block before
         second = (first * total // programs < block.to(tl.int64) * tiles).to(tl.int32)
     acc = tl.zeros([BLOCK_S, BLOCK], dtype=tl.float32)
     for program in range(first, last + 1, BLOCK_S):
@@ -136,9 +136,9 @@ def _sum_group_kernel(
 def sum_group(
     parts: Tensor,  # float32 [programs, parts, TILE_CO, R * S, TILE_CI], as `group_wgrad` has them
     outs: Sequence[Tensor],  # float32 [CO, CI, R, S], a channel of y is a row [R, S, CI]
-    tiles: int,  # of the sum of a block of channels
+    tiles: int,  # tiles of pixels per block
     accumulate: bool,
-    whole: int = 0,  # blocks in front that have no parts
+    whole: int = 0,  # first blocks of the list, which have no parts
 ) -> None:
     programs, most_parts, tile_co, taps, tile_ci = parts.shape
     assert len(outs) <= MOST
@@ -146,10 +146,10 @@ def sum_group(
     assert blocks <= programs <= blocks * tiles  # else there are more than two parts a program
     even = programs % blocks == 0
     assert even or most_parts == 2
-    most = -(-programs // blocks) + most_parts - 1  # parts of a sum: of two blocks, one more
+    most = -(-programs // blocks) + most_parts - 1  # parts of a block, at most
     block_s = min(triton.next_power_of_2(most), 16)  # as in `column_sum`
     numbers = tile_co * taps * tile_ci
-    block = min(2048 // block_s, numbers & -numbers)  # that divides them
+    block = min(2048 // block_s, numbers & -numbers)  # divides them
     _sum_group_kernel[(blocks * (numbers // block),)](
         parts,
         *filled(outs, MOST, outs[0]),

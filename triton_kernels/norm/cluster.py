@@ -1,22 +1,22 @@
-"""GroupNorm of an image that the thread blocks of a cluster keep in shared memory between them; see
-`group_norm` for the formulas. For Hopper and 16-bit tensors.
+"""GroupNorm of an image that a cluster of thread blocks keeps in shared memory; see `group_norm`
+for the formulas. For Hopper and 16-bit tensors.
 
-    forward   read x, meet, write y                 two passes over memory
-    backward  read x and dy, meet, write dx         three
+    forward   read x, synchronise, write y            two passes over memory
+    backward  read x and dy, synchronise, write dx    three
 
-A cluster of CTAS thread blocks has whole groups of one sample: PARTS blocks of BLOCK_C channels,
-and each thread block every so many of their pixels. It puts its partial sums into memory, waits for
-the others at the cluster's barrier, and adds up those of all, in the same order everywhere: the
-same input gives the same bits. What the partials are and how they are merged is as in
-`norm.multi_pass`.
+A cluster of CTAS thread blocks has whole groups of one sample: PARTS blocks of BLOCK_C channels.
+The pixels are divided among the thread blocks. Each thread block writes its partial sums to memory,
+waits for the others at the cluster's barrier, and adds the partial sums of all, in the same order
+in every thread block: the same input gives the same bits. The partial sums are those of
+`norm.multi_pass`, and are merged in the same way.
 
-The hardware starts the thread blocks of a cluster together or not at all, so that the barrier is
-safe whatever else the GPU has to do.
+The hardware starts the thread blocks of a cluster together or not at all, so the barrier cannot
+deadlock, whatever else the GPU runs.
 
-A cluster may go through several tasks, samples or their blocks of channels, and asks for the next
-one's tiles as it is done with those of one. Backward it may also take the next one's sums as they
-come, while it still writes: all thread blocks write at about the same time, and then memory keeps
-them waiting.
+A cluster may loop over several tasks (samples, or blocks of their channels), and loads the tiles
+of the next task as soon as those of the current one are free. Backward it may also take the sums of
+the next task while it still writes the current one: all thread blocks write at about the same time,
+and would otherwise wait for memory.
 """
 
 from functools import lru_cache
@@ -44,22 +44,22 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 @configures("cluster")
 class ClusterConfig(NamedTuple):
-    """How a sample's channels are cut into clusters, and their pixels into thread blocks."""
+    """How channels are divided among clusters, and pixels among the thread blocks of a cluster."""
 
     ctas: int
     num_warps: int
     parts: int
     block_c: int
-    rounds: int  # of samples and blocks of channels that a cluster goes through
-    # Backward, groups of tiles from a request to the sums of what it brings, which are then taken
-    # while the task before is written; 0: when that is done
+    rounds: int  # tasks of a cluster
+    # Backward: groups of tiles between a load and the sums of what it loads, which are taken while
+    # the task before is written; 0: the sums are taken after that
     lag: int = 0
 
 
-_GOOD_BYTES = 64 * 1024  # of it, three to a multiprocessor
+_GOOD_BYTES = 64 * 1024  # of an image per thread block: three of them fit a multiprocessor
 _LEAST_BYTES = 16 * 1024
-_MULTIPROCESSOR_BYTES = 220 * 1024  # of shared memory, less some for sums
-# of an image that a thread block keeps: two to a multiprocessor
+_MULTIPROCESSOR_BYTES = 220 * 1024  # of shared memory, without what sums need
+# of an image per thread block: two of them fit a multiprocessor
 _MOST_BYTES = _MULTIPROCESSOR_BYTES // 2
 _LEAST_REGISTERS = 64  # of a thread
 _MOST_PARTS = 8
@@ -68,22 +68,23 @@ _ROUNDS = (1, 2, 3, 6)
 _LAG = 2
 _LAG_ROUNDS = (3, 6)
 _SUMS_REGISTERS = 128  # of a thread, for the sums of one task beside the writing of another
-_MOST_CHANNELS = 16  # of a group; their sums are in one warp
+_MOST_CHANNELS = 16  # of a group, whose sums are in one warp
 
 
 def _tiles(config: ClusterConfig, hw: int) -> int:
-    """Of pixels, that each part of a thread block has; 0 if they do not come out even."""
+    """Tiles of pixels of each part of a thread block; 0 if they do not divide the image."""
     rows = config.ctas * config.num_warps * 256 // config.block_c
     return hw // rows if hw % rows == 0 else 0
 
 
 def _bytes(config: ClusterConfig, hw: int, tensors: int) -> int:
-    """Of the images, x or x and dy, in a thread block."""
+    """Bytes of x, or of x and dy, in a thread block."""
     return tensors * 2 * hw * config.parts * config.block_c // config.ctas
 
 
 def _launch(config: ClusterConfig, hw: int, tensors: int) -> dict[str, int]:
-    """No more registers than let as many thread blocks on a multiprocessor as its memory does."""
+    """Launch options. Registers are limited so that as many thread blocks fit a multiprocessor as
+    its shared memory allows."""
     resident = _MULTIPROCESSOR_BYTES // _bytes(config, hw, tensors)
     registers = thread_registers(WARP * config.num_warps * resident)
     registers = min(max(registers, _LEAST_REGISTERS), THREAD_REGISTERS // 8 * 8)
@@ -97,8 +98,8 @@ def _can_lag(config: ClusterConfig, hw: int, tensors: int) -> bool:
 
 @lru_cache
 def _candidates(hw: int, c: int, num_groups: int, tensors: int) -> tuple[ClusterConfig, ...]:
-    """All that can do it. Those with about three thread blocks on a multiprocessor and few in a
-    cluster come first."""
+    """All configurations. Those with about three thread blocks on a multiprocessor, and few in a
+    cluster, come first."""
     cg = c // num_groups
     if cg > _MOST_CHANNELS:
         return ()
@@ -148,8 +149,8 @@ def _cost(spec: NormSpec, gpu: Device, config: ClusterConfig) -> float:
 
 
 def _clusters(tasks: int, config: ClusterConfig, device: torch.device) -> int:
-    """How many there are: no fewer than give every multiprocessor two thread blocks, if there are
-    tasks for so many."""
+    """Number of clusters: at least two thread blocks for every multiprocessor, if there are enough
+    tasks."""
     most_rounds = tasks * config.ctas // (2 * describe(device).num_sms)
     return triton.cdiv(tasks, min(config.rounds, max(most_rounds, 1)))
 

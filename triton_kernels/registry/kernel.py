@@ -14,8 +14,8 @@ CLOCKS = 1755.0  # a microsecond, of an H100: only ratios of costs decide
 
 
 def configures(name: str) -> Callable[[type], type]:
-    """A configuration's class, a NamedTuple, is that of the kernel of this name: its members equal
-    no tuple of another kind, whatever their numbers."""
+    """Decorator for the configuration class, a NamedTuple, of the kernel of this name. Its
+    instances never equal a tuple of another class, even with the same numbers."""
 
     def named(kind: type) -> type:
         kind.kernel = name
@@ -35,40 +35,41 @@ class Kernel(Generic[C]):
     """One way to compute an operation."""
 
     name: str
-    config: type[C]  # of which every configuration is one
-    # why it cannot compute this on this GPU, or None; without one it computes everything
+    config: type[C]  # the class of its configurations
+    # why it cannot compute this on this GPU, or None; the default computes everything
     refuse: Callable[[Spec, Device], str | None] = lambda spec, gpu: None
-    # those that can; asked only if not refused. Without one there is a single configuration
+    # configurations that can compute this, if it is not refused. None: there is one, `config()`
     configs: Callable[[Spec, Device], Sequence[C]] | None = None
-    # microseconds that a configuration is predicted to take; None: taken only where measured
+    # predicted microseconds of a configuration; None: it runs only where it was measured
     cost: Callable[[Spec, Device, C], float] | None = None
-    launch: Callable[..., Any] | None = None  # of a configuration and the op's operands
-    # what the programs of a configuration do, where times were fitted to it (`registry.cost`; None:
-    # nobody knows), and the fields of a configuration or spec that have parameters of their own
+    launch: Callable[..., Any] | None = None  # called with a configuration and the op's operands
+    # the work of a configuration's programs, for fitted costs (`registry.cost`; None: unknown), and
+    # the fields of the configuration or spec that select a set of fitted parameters
     work: Callable[[Spec, Device, C], Work | None] | None = None
     fitted_by: tuple[str, ...] = ()
-    # the architecture whose parameters chips have that nobody has fitted, in their own waves
+    # the architecture whose parameters are used on architectures without fitted parameters
     borrows: int | None = None
-    # microseconds, by what was fitted to kernels that it consists of, or whose programs are its own
+    # microseconds, by parameters that were fitted to other kernels: those that it launches, or that
+    # have the same programs
     alike: Callable[[Spec, Device, C], float | None] | None = None
-    # whether it asks the registry again, for each of several operations
+    # whether it selects other kernels from the registry, for each of several operations
     delegates: bool = False
-    # why it is not to be taken, though it can compute this: nobody has measured that it pays
+    # why it is not taken though it can compute this: no measurement shows that it is faster
     untimed: Callable[[Spec, Device], str | None] | None = None
-    adds: tuple[str, ...] = ()  # terms of an epilogue, of `spec.TERMS`; it refuses all others
+    adds: tuple[str, ...] = ()  # terms of its epilogue, from `spec.TERMS`; it refuses all others
 
     def __post_init__(self) -> None:
         if self.configs is None:
             object.__setattr__(self, "configs", lambda spec, gpu: [self.config()])
 
     def model(self, spec: Spec, gpu: Device, config: C) -> float | None:
-        """Microseconds by parameters that were fitted to times; None: there are none."""
+        """Microseconds by fitted parameters; None: there are none."""
         if self.alike is not None:
             return self.alike(spec, gpu, config)
         return self._fitted(gpu.arch, spec, gpu, config)
 
     def _fitted(self, arch: int, spec: Spec, gpu: Device, config: C) -> float | None:
-        """By the parameters of that architecture."""
+        """Microseconds by the parameters of that architecture; None: there are none."""
         if self.work is None:
             return None
         fitted = parameters(arch).get(name(self.name, self.fitted_by, spec, config))
@@ -76,7 +77,7 @@ class Kernel(Generic[C]):
         return None if work is None else microseconds(fitted, work, gpu)
 
     def predict(self, spec: Spec, gpu: Device, config: C) -> float:
-        """Microseconds; infinite if it is to be taken only where it was measured."""
+        """Predicted microseconds; infinite if the kernel runs only where it was measured."""
         us = self.model(spec, gpu, config)
         if us is None and self.borrows is not None:
             us = self._fitted(self.borrows, spec, gpu, config)
@@ -87,29 +88,29 @@ class Kernel(Generic[C]):
     def meant(self, row: dict[str, Any], listed: Sequence[C]) -> C | None:
         """The configuration that a measured row names, if it is listed."""
         if set(row) != set(self.config._fields):
-            return None  # as another version of this package had it
+            return None  # the row is from another version of this package
         config = self.config(**row)
         if config in listed:
             return config
         if self.config._fields[-1:] != ("splits",):
             return None
-        # into how many parts a sum is cut depends on the shape: the nearest number of that tile
+        # the number of parts depends on the shape: take the nearest one that is listed for the tile
         tile = [c for c in listed if c[:-1] == config[:-1]]
         return min(tile, key=lambda c: abs(math.log(c.splits / config.splits)), default=None)
 
 
 @dataclass(frozen=True)
 class Op:
-    """Kernels that compute the same thing, the strongest safe choice of which is a matter of
-    measurement."""
+    """An operation, and the kernels that can compute it. Measurements and costs choose one."""
 
     name: str
-    # attributes of a spec on which a measurement depends, beside its `n`; or names and values of it
+    # the fields of a spec, besides `n`, on which a measurement depends; or a function that returns
+    # their names and values
     key: tuple[str, ...] | Callable[[Spec], dict[str, Any]]
     kernels: tuple[Kernel, ...]
-    # whether rows of other shapes say something about a shape
+    # whether measured rows of similar shapes count
     similar: bool | Callable[[Spec, Device], bool] = True
-    # of what several launches can do as well: why these are better, though a kernel could, or None
+    # if several launches can compute it too: why they are faster than one kernel, or None
     apart: Callable[[Spec, Device], str | None] | None = None
 
     def __post_init__(self) -> None:
@@ -121,14 +122,14 @@ class Op:
         return hash(self.name)
 
     def why_not(self, kernel: Kernel, spec: Spec, gpu: Device) -> str | None:
-        """Why one of the kernels is not to compute this on this GPU, or None."""
+        """Why this kernel is not taken on this GPU, or None."""
         reason = self.cannot(kernel, spec, gpu)
         if reason is None and kernel.untimed is not None:
             reason = kernel.untimed(spec, gpu)
         return reason
 
     def cannot(self, kernel: Kernel, spec: Spec, gpu: Device) -> str | None:
-        """Why one of the kernels cannot compute this on this GPU, or is switched off, or None."""
+        """Why this kernel cannot compute it on this GPU, or that it is switched off; or None."""
         if gpu.off and {kernel.name, f"{self.name}/{kernel.name}"} & set(gpu.off.split(",")):
             return "it is switched off"
         if lacking := [term for term in spec.added if term not in kernel.adds]:
@@ -143,8 +144,8 @@ class Op:
         return "; ".join(f"{name}: {reason}" for name, reason in reasons)
 
     def why_apart(self, spec: Spec, gpu: Device) -> str | None:
-        """Why several launches are to compute this: no kernel can, or they are faster. None: one
-        launch is to."""
+        """Why several launches compute this: no kernel can, or they are faster. None: one launch
+        does."""
         reason = self.refuse(spec, gpu)
         return self.apart(spec, gpu) if reason is None and self.apart is not None else reason
 
@@ -153,28 +154,28 @@ class Op:
         return self.similar(spec, gpu) if callable(self.similar) else self.similar
 
     def kernel(self, name: str) -> Kernel | None:
-        """The one of this name."""
+        """The kernel of this name."""
         return next((kernel for kernel in self.kernels if kernel.name == name), None)
 
     def kernel_of(self, config: tuple) -> Kernel:
-        """The one that a configuration belongs to."""
+        """The kernel that a configuration belongs to."""
         return next(kernel for kernel in self.kernels if type(config) is kernel.config)
 
     def shape(self, spec: Spec) -> tuple[tuple[str, Any], ...]:
-        """What a measurement depends on, by name."""
+        """The fields on which a measurement depends, with their names."""
         if callable(self.key):
             return tuple(self.key(spec).items())
         return tuple((name, getattr(spec, name)) for name in self.key)
 
     def wrong_names(
         self,
-        fields: Iterable[str],  # of the shape of a spec
-        given: Iterable[str],  # of that of a row
+        fields: Iterable[str],  # of a spec's shape
+        given: Iterable[str],  # of a row's shape
         kernel: str,
         config: dict[str, Any],
     ) -> str | None:
-        """What a row names that this op does not have, or lacks; None: nothing. An op on several
-        layers may have numbered fields, as many as there are layers."""
+        """What is wrong with the names in a row: one that this op does not have, or one that is
+        missing; or None. An op on several layers may have a numbered field per layer."""
         if callable(self.key):
             fields, given = (
                 sorted({name.rstrip("0123456789") for name in names}) for names in (fields, given)
