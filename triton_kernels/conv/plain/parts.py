@@ -1,36 +1,49 @@
-"""Into how many parts the sum of a convolution is cut (`conv.plain.split_k`)."""
+"""The tiles of convolutions whose sum is cut into parts (`conv.plain.split_k`), and how many parts
+there are."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import triton
 
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 
-MOST_PARTS = 16  # that the norm behind adds up
-LEAST_STEPS = 4  # products of a part: fewer are not worth the adding
+MOST_PARTS = 16  # which the norm that follows adds
+LEAST_STEPS = 4  # products of a part; with fewer, adding the parts costs more
+
+
+class PartsTile(NamedTuple):
+    """The tile of a program, and the number of parts. Each kernel derives its configuration."""
+
+    block_c: int  # output channels
+    block_m: int  # pixels
+    block_k: int  # input channels per step
+    num_warps: int
+    num_stages: int
+    parts: int
 
 
 def count_steps(block_k: int, spec: ConvSpec) -> int:
-    """Products of the whole sum, of so many channels each."""
+    """Products of the whole sum, with block_k channels each."""
     main, *extra = (triton.cdiv(c, block_k) for c in (spec.k, *spec.extra))
     return spec.taps * main + sum(extra)
 
 
 def part_bytes(parts: int, spec: ConvSpec) -> int:
-    """Of all parts, which are float32."""
+    """Bytes of all parts, which are float32."""
     return 4 * parts * spec.n * math.prod(spec.size) * spec.c
 
 
 def cut(
-    tiles: Sequence[tuple[int, ...]],  # output channels, pixels, channels of x a step, ...
+    tiles: Sequence[tuple[int, ...]],  # `PartsTile` without the number of parts
     spec: ConvSpec,
     gpu: Device,
-    programs: Callable[[tuple[int, ...]], int],  # of a part, in such tiles
+    programs: Callable[[tuple[int, ...]], int],  # per part, with this tile
 ) -> Iterator[tuple[int, ...]]:
-    """Every tile, and behind it a number of parts: as many as keep two of a multiprocessor's three
-    programs busy, more, and fewer."""
+    """Every tile with three numbers of parts: as many as give every multiprocessor two programs,
+    twice as many, and half as many."""
     first, *_ = tiles
     steps = count_steps(first[2], spec)
     most = min(steps // LEAST_STEPS, MOST_PARTS)
@@ -43,5 +56,5 @@ def cut(
 
 
 def _busy(steps: int, parts: int) -> int:
-    """As many of the parts as have anything to do."""
+    """The number of parts that have any steps, if each but the last has equally many."""
     return triton.cdiv(steps, triton.cdiv(steps, parts))

@@ -3,7 +3,6 @@ of `conv.plain.pointer`, each program a part of the sum."""
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import triton
 from torch import Tensor
@@ -14,22 +13,17 @@ from ...registry.spec import ConvSpec, precision_of
 from ...runtime.device import Device
 from . import pointer_tiles
 from .fused_tiles import box_of, programs
-from .parts import count_steps, cut, part_bytes
+from .parts import PartsTile, count_steps, cut, part_bytes
 from .pointer_kernels import conv_pointer_forward_kernel
 from .pointer_tiles import PointerTile, divide, fitting
 from .tma_boxes import tile_sizes
 
 
 @configures("pointer_parts")
-class PointerParts(NamedTuple):
+class PointerParts(PartsTile):
     """A `PointerTile` of one row, and the number of parts."""
 
-    block_c: int  # output channels
-    block_m: int  # pixels
-    block_k: int  # input channels a step
-    num_warps: int
-    num_stages: int
-    parts: int
+    __slots__ = ()
 
     @property
     def tile(self) -> PointerTile:

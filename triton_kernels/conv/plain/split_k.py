@@ -1,15 +1,16 @@
-"""A convolution whose sum over taps and input channels is cut into parts, for small images.
+"""Split-K: a convolution whose sum over taps and channels is cut into parts, for small images.
 
 One image of 8x8 pixels and 256 channels is four tiles, each a chain of 36 products, on a GPU with
-room for hundreds. Cut into S parts the chains are S times shorter, and S times as many programs
-work. The parts are not added here: what comes next, a norm, has to read the whole image anyway and
-adds them as it does (`norm_single_cta`), with the bias, the embedding and the residual.
+room for hundreds of programs. Cut into S parts, the chains are S times shorter, and there are S
+times as many programs. This launch does not add the parts. The norm that follows
+(`norm_single_cta`) reads the whole image anyway, and adds the parts, the bias, the embedding and
+the residual.
 
     parts[s, n, co, p]   float32; their sum over s is conv(x) + the 1x1 convolutions of `extra`
 
-Of stride 2, x is seen by parity (`conv.plain.products`), and there is no `extra`.
-Products are those of `conv.plain.products`. Of float32 they are three of TF32 each, of numbers that
-are split in registers: copies would be two launches more.
+With stride 2, x is read by parity (`conv.plain.products`), and there is no `extra`. In float32 each
+product is three of TF32; the kernel splits the numbers in registers, since copies would need two
+more launches.
 """
 
 import math
@@ -32,7 +33,7 @@ from ..hopper import one_row
 from . import pointer_split
 from .fused_kernels import conv_forward_kernel
 from .fused_launch import columns_in_boxes
-from .parts import LEAST_STEPS, count_steps, cut, part_bytes
+from .parts import LEAST_STEPS, PartsTile, count_steps, cut, part_bytes
 from .pointer_split import PointerParts
 from .small_batch import refuse_split, split_early, split_work, untimed_split
 from .tma_boxes import (
@@ -49,35 +50,25 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 
 @configures("one_row")
 class RowParts(NamedTuple):
-    """Rows of pixels, in so many parts."""
+    """Of `one_row`: rows of pixels."""
 
     parts: int
 
 
 @configures("early_parts")
 class EarlyParts(NamedTuple):
-    """What `small_batch.split_config` says."""
+    """Of `small_batch`, whose `split_config` chooses the tile."""
 
 
 @configures("split_k")
-class SplitConfig(NamedTuple):
-    """What one program computes, and the number of parts."""
+class SplitConfig(PartsTile):
+    """Of `conv_forward_kernel`."""
 
-    block_c: int  # output channels
-    block_m: int  # pixels
-    block_k: int  # input channels a step
-    num_warps: int
-    num_stages: int
-    parts: int
-
-    @property
-    def tile(self) -> tuple[int, ...]:
-        """All but the number of parts."""
-        return tuple(self[:-1])
+    __slots__ = ()
 
 
-# Tiles that keep both operands of wgmma in shared memory; few pixels, since the images are small.
-# Of a step they have the bytes of a row of a box instead of channels.
+# Tiles with both operands of wgmma in shared memory, and few pixels, since the images are small.
+# The third number is the bytes of a box's row, not channels.
 _TILES = [
     (64, 64, 128, 4, 4),
     (128, 64, 128, 4, 4),
@@ -88,9 +79,9 @@ _TILES = [
     (64, 16, 128, 4, 6),
     (64, 64, 64, 4, 4),  # few input channels
 ]
-_SUMS = 4096  # of a tile of float32 that is not rounded: a thread has each of them three times
-_TIMES = {"tf32": 2, "fp32": 6}  # as long a product takes on tensor cores as one of 16 bits
-_MAX_PIXELS = 1024  # of an image: the norm behind it holds a group of all of them
+_SUMS = 4096  # accumulators of a tile in "ieee", of each of which a thread has three
+_TIMES = {"tf32": 2, "fp32": 6}  # time of a product relative to one of 16 bits
+_MAX_PIXELS = 1024  # of an image, since the norm that follows holds a group of all its pixels
 _FITTED_BY = ("block_c", "block_m", "block_k")
 
 
@@ -104,7 +95,7 @@ def conv_split(
     allow_tf32: bool = True,  # of float32
     config: RowParts | EarlyParts | SplitConfig | PointerParts | None = None,
 ) -> Tensor:  # float32 [S, N, CO, P * Q]
-    """The parts of conv(x), of square filters, and 1x1 convolutions of others."""
+    """The parts of conv(x), with square filters, and of 1x1 convolutions of other tensors."""
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
     assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
@@ -159,7 +150,7 @@ def split_spec(
     padding: int | None = None,
     allow_tf32: bool = True,
 ) -> ConvSpec:
-    """What `conv_split` computes of its arguments."""
+    """The spec of `conv_split` with these arguments."""
     halved = {}
     if stride == 2:
         n, h, w, _ = x.shape
@@ -170,14 +161,14 @@ def split_spec(
 
 
 def _tiles(spec: ConvSpec, gpu: Device) -> list[tuple[int, ...]]:
-    """Of those that fit. Many pixels are those of one image: of two the largest takes four times
-    as long."""
+    """The tiles that fit. A tile of more than 64 pixels has pixels of one image only: with pixels
+    of two images the largest tile takes four times as long."""
     rows = (128, 256) if spec.k * spec.itemsize > 64 else (64,)
 
     def fits(block_c: int, block_m: int, row: int, _: int, stages: int) -> bool:
         whole = block_m <= max(math.prod(spec.size), 64)
         if spec.stride == 2 and spec.k % (row // spec.itemsize):
-            return False  # a block of channels would reach into the other parity
+            return False  # a block of channels would include channels of the other parity
         if spec.precision == "ieee" and (block_c * block_m > _SUMS or row > 128):
             return False
         fetched = stages * (block_c + block_m) * row
@@ -196,13 +187,13 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[SplitConfig]:
 
 
 def _programs(spec: ConvSpec, block_c: int, block_m: int) -> int:
-    """Of a part."""
+    """Programs per part."""
     images = spec.n, *spec.size
     return count_boxes(pixel_box(block_m, *images), *images) * triton.cdiv(spec.c, block_c)
 
 
 def _work(spec: ConvSpec, gpu: Device, c: SplitConfig) -> Work:
-    """What its programs do, and of the launch behind them the reading of the parts."""
+    """The work of its programs, and the reading of the parts by the launch that follows."""
     steps = triton.cdiv(count_steps(c.block_k, spec), c.parts)
     fetched = (c.block_c + c.block_m) * c.block_k * spec.itemsize  # in a step
     return Work(
@@ -219,8 +210,8 @@ def _work(spec: ConvSpec, gpu: Device, c: SplitConfig) -> Work:
 
 
 def _cost(spec: ConvSpec, gpu: Device, c: SplitConfig) -> float | None:
-    """Of a type whose times nobody has fitted: as in 16 bits, of boxes of as many bytes, with
-    products that take longer."""
+    """Microseconds for types without fitted parameters: by those of 16 bits, with boxes of as many
+    bytes, and products that take longer."""
     like, scale = replace(spec, dtype="bf16"), spec.itemsize // 2
     tile = c._replace(block_k=scale * c.block_k)
     fitted = parameters(HOPPER).get(name("split_k", _FITTED_BY, like, tile))
@@ -258,14 +249,14 @@ def _refuse_boxes(spec: ConvSpec, gpu: Device) -> str | None:
 
 
 def _apart(spec: ConvSpec, gpu: Device) -> str | None:
-    """Parts are for what would leave multiprocessors idle in whole tiles, each with a long chain of
-    products."""
+    """Parts are faster where whole tiles would leave multiprocessors idle, and each tile is a long
+    chain of products."""
     if one_row.refuse(spec, gpu) is None:
         more = one_row.count_parts(spec, gpu) > 1
         return None if more else "rows of pixels keep enough multiprocessors busy"
     block_c, block_m, block_k, *_ = _tiles(spec, gpu)[0]
     programs = _programs(spec, block_c, block_m)
-    # of Hopper's chains in 16 bits a product takes less than half as long (`conv.hopper.tile_mma`)
+    # `conv.hopper.tile_mma` takes less than half as long per product
     quick = gpu.hopper and spec.itemsize == 2 and spec.stride == 1 and spec.n > FEW_IMAGES
     quick = quick and _refuse_boxes(spec, gpu) is None
     if programs > gpu.num_sms // (4 if quick else 1):
