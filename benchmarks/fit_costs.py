@@ -1,13 +1,14 @@
 """Fit the parameters of the cost models to measured times, and say how good the choices are.
 
-    python -m benchmarks.fit_costs SWEEP.jsonl [...] [out=FILE] [arch=90 sms=132]
+    python -m benchmarks.fit_costs SWEEP.jsonl [...] [out=FILE] [kernels=a,b] [arch=90 sms=132]
 
 The times are those of `benchmarks.sweep_configs`. Each kernel's parameters, none negative, are the
 least squares of relative errors, weighted by how fast a configuration is (the root of that, since
 slow ones tell the terms apart): it is the fast ones that have to be told apart. Then, layer by
 layer, they are fitted without that layer: what would be taken for it, and how much longer that
 takes than its fastest configuration. Only times of one file are compared with one another: two GPUs
-of a kind have other clocks. `out` gets the parameters of all layers.
+of a kind have other clocks. `out` gets the parameters of all layers. With `kernels` only theirs are
+fitted, and what they are compared with has the parameters that are stored.
 """
 
 import json
@@ -172,13 +173,18 @@ def choose(times: list[Time], fitted: dict[str, tuple[float, ...]]) -> tuple[Tim
     return times[i], us
 
 
-def leave_out(layers: Layers) -> list[tuple[float, str]]:
+def leave_out(
+    layers: Layers,
+    kernels: Collection[str] | None = None,  # to be fitted; None: all
+) -> list[tuple[float, str]]:
     """For every layer how much longer its choice takes than its best, fitted to the others, and a
     line about it."""
     found = []
     for key, times in layers.items():
         rest = {k: v for k, v in layers.items() if k[1] != key[1]}
-        choice = choose(times, fit(rest, {time.kernel for time in times}))
+        stored = {} if kernels is None else cost.parameters(key[2].arch)
+        others = {k: v for k, v in stored.items() if k.split()[0] not in kernels}
+        choice = choose(times, others | fit(rest, kernels or {time.kernel for time in times}))
         if choice is None:
             continue
         taken, predicted = choice
@@ -214,8 +220,9 @@ def main() -> None:
     gpu = CHIPS["h100"].gpu._replace(
         arch=int(options.get("arch", 90)), num_sms=int(options.get("sms", 132))
     )
+    kernels = options["kernels"].split(",") if "kernels" in options else None
     layers = read(paths, gpu)
-    lines = leave_out(layers)
+    lines = leave_out(layers, kernels)
     within = sum(ratio <= 1.05 for ratio, _ in lines)
     print(f"{within} of {len(lines)} left-out layers within 5 % of their fastest configuration")
     of_op = Counter(line.split()[1] for _, line in lines)
@@ -224,7 +231,7 @@ def main() -> None:
     for ratio, line in lines:
         if ratio > 1.05:
             print(f"{ratio:.2f} {line}")
-    fitted = fit(layers)
+    fitted = fit(layers, kernels)
     for name, values in fitted.items():
         print(f"{name:45s}", " ".join(f"{v:.3f}" for v in values))
     if "out" in options:

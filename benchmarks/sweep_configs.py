@@ -161,7 +161,7 @@ def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor
     weight = drawn_filters(device, co, spec.r, spec.s, ci, dtype=dtype)
     if op is FORWARD:
         bias = torch.zeros(co, device=device)
-        return lambda c: conv_forward(x, weight, bias, stats=True, config=c)[0]
+        return lambda c: conv_forward(x, weight, bias, stats=spec.stats, config=c)[0]
     if op is INPUT_GRAD:
         table = torch.ones((n, 4, ci), device=device)
         given = {"inputs": x, "table": table, "activation": spec.activation}

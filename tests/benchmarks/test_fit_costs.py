@@ -58,6 +58,27 @@ def test_left_out_layers_are_chosen_for(name, gpu, tmp_path, monkeypatch):
     assert len(found) == len(layers) and max(ratio for ratio, _ in found) < 1.02
 
 
+def test_some_kernels_are_fitted_beside_those_that_are_stored(tmp_path):
+    """Where all take twice as long as predicted, those that are named follow, others do not."""
+    path, op = tmp_path / "sweep.jsonl", sweep_configs.OPS["forward"]
+    with path.open("w") as out:
+        for _, spec in sweep_layers.specs(("forward",), ("narrow",)):
+            for kernel, config in sweep_configs.candidates(op, spec, HOPPER):
+                us = 2 * op.kernel(kernel).predict(spec, HOPPER, config)
+                line = {"op": op.name, "spec": asdict(spec), "kernel": kernel, "us": us}
+                line |= {"gpu": HOPPER._asdict(), "config": config._asdict()}
+                print(json.dumps(line), file=out)
+    layers = fit_costs.read([str(path)], HOPPER)
+    narrow = "narrow_input", "narrow_output"
+    assert set(fit_costs.fit(layers, narrow)) == set(narrow)
+    found = [line.split(" | ") for _, line in fit_costs.leave_out(layers, narrow)]
+    assert len(found) == len(layers) > 20
+    for *_, us, taken, predicted in found:
+        follows = taken.split()[0] in narrow
+        assert float(predicted.strip(" |")) * (1 if follows else 2) == pytest.approx(float(us), 0.1)
+    assert {taken.split()[0] in narrow for *_, taken, _ in found} == {True, False}
+
+
 def test_attention_has_costs_where_products_are_mma_sync():
     """The sweep times tiles that no chip lists yet; wgmma and tcgen05 are not predicted."""
     for name, tile, spec in (

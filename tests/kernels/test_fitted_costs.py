@@ -105,6 +105,26 @@ class TestFittedCosts:
         assert cost.outside_rows(128, 64, 100, 10, beyond=0.5) == 10
         assert cost.outside_rows(80, 64, 100, 10, beyond=0.5) == 5 + 110
 
+    @pytest.mark.parametrize(
+        ("layer", "kernel"),
+        [
+            ({"n": 1, "h": 64, "w": 64, "k": 64}, "narrow_output"),
+            ({"n": 4, "h": 32, "w": 32, "k": 64}, "narrow_output"),
+            ({"n": 16, "h": 32, "w": 32, "k": 128}, "narrow_output"),
+            ({"n": 1, "h": 32, "w": 32, "c": 128}, "tile_mma"),
+            ({"n": 4, "h": 64, "w": 64, "c": 64}, "narrow_input"),
+            ({"n": 64, "h": 32, "w": 32, "c": 64}, "narrow_input"),
+            ({"n": 32, "h": 32, "w": 32, "c": 256}, "narrow_input"),
+        ],
+        ids=str,
+    )
+    def test_few_channels_on_one_side(self, layer, kernel):
+        """Of any batch, what an H200 does fastest; no row says so."""
+        head = "k" in layer
+        rest = {"c": 16, "filters": (3, layer.get("k"))} if head else {"k": 16, "stats": True}
+        choice = registry.select(FORWARD, ConvSpec(dtype="bf16", **layer, **rest), HOPPER)
+        assert (choice.kernel.name, choice.why) == (kernel, "predicted")
+
     def test_fewer_multiprocessors_take_longer(self):
         """The parameters are of an architecture, in waves of the chip at hand."""
         spec = ConvSpec(32, "bf16", 32, 32, 128, 128)

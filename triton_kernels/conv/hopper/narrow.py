@@ -8,6 +8,7 @@ see `narrow_output`. The 16 channels are 3 or 6 and zeros.
 from typing import NamedTuple
 
 from ...hopper.descriptors import SUPPORTED, missing
+from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -41,6 +42,21 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
         return f"it does 3x3 filters to 16 channels, not {spec.r}x{spec.s} to {spec.c}"
     row = spec.w * _images_of_row(spec.w), spec.k
     return None if row in _ROWS else f"rows of {spec.w} pixels of {spec.k} channels"
+
+
+def work(spec: ConvSpec, gpu: Device, _: NarrowOutput) -> Work:
+    """What its programs do."""
+    images = _images_of_row(spec.w)
+    width = spec.w * images
+    return Work(
+        tiles=-(-spec.n // images) * ((spec.h + 1) // 2),
+        resident=programs(width, spec.k),
+        products=2 * width * spec.c * 9 * spec.k,
+        fetched=2 * width * spec.k * spec.itemsize,
+        steps=spec.k // 64,
+        written=2 * width * spec.c,
+        memory=spec.bytes,
+    )
 
 
 def launch(config: NarrowOutput, operands: Operands) -> None:
@@ -80,4 +96,11 @@ def pairs(width: int, channels: int, shared_memory: int) -> int:
     return (room // blocks - 1024) // (2 * (width + 8) * 128)
 
 
-KERNEL = Kernel("narrow_output", NarrowOutput, refuse, lambda spec, gpu: [OUT_TILE], launch=launch)
+KERNEL = Kernel(
+    "narrow_output",
+    NarrowOutput,
+    refuse,
+    lambda spec, gpu: [OUT_TILE],
+    launch=launch,
+    work=work,
+)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing
+from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import FORWARD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -82,6 +83,20 @@ def _stationary(spec: ConvSpec, gpu: Device) -> list[StationaryWeights]:
     return [STATIONARY_TILE] if spec.extra else [STATIONARY_TILE, STATIONARY_TILE_OF_4]
 
 
+def _narrow_work(spec: ConvSpec, gpu: Device, config: NarrowInput) -> Work:
+    """What its programs do: three warpgroups have a tile each."""
+    return Work(
+        tiles=spec.n * spec.h * spec.w // config.block_m * (spec.c // 64),
+        resident=3,
+        products=64 * config.block_m * spec.taps * spec.k,
+        fetched=config.block_m * spec.k * spec.itemsize,
+        steps=1,
+        written=64 * config.block_m,
+        memory=spec.bytes,
+        grad=spec.activation is not None,
+    )
+
+
 def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
     """The convolution, or its input gradient, with filters that stay where they are."""
     n, h, w, k = operands.x.shape
@@ -124,6 +139,7 @@ KERNELS = (
         lambda spec, gpu: [NARROW_TILE],
         launch=launch,
         adds=("emb", "residual", "stats", "activation"),
+        work=_narrow_work,
     ),
 )
 
