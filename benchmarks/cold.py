@@ -53,6 +53,9 @@ class Cold:
         filters = spec.c, spec.r, spec.s, spec.k
         self.filters = [harness.drawn_filters(device, *filters, dtype=dtype) for _ in range(count)]
         self.bias = torch.zeros(spec.c, device=device)
+        self.residual = None
+        if spec.residual:
+            self.residual = harness.drawn(device, spec.n, spec.h, spec.w, spec.c, dtype=dtype)
 
     def __call__(self, config: tuple, filters: int = 0) -> Tensor:
         """[N, H, W, C], of one set of filters; of parts [N, C, H * W]."""
@@ -61,6 +64,7 @@ class Cold:
             parts = conv_split(x, weight, allow_tf32=self.spec.dtype != "fp32", config=config)
         else:
             options = {"stats": self.spec.stats, "allow_tf32": self.spec.dtype != "fp32"}
+            options["residual"] = self.residual
             parts = conv_few(x, weight, self.bias, **options, config=config)[0][None]
         y = torch.empty(parts.shape[1:], dtype=x.dtype, device=x.device)
         total = y.numel()

@@ -21,8 +21,9 @@ layers of models that people train.
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
 with all of its configurations, and lines are written as they are found: a run that its time cuts
 short leaves whole layers. A configuration whose result differs from the first one's has no time.
-`split` and `few` are of evaluations of 1, 4 and 16 images (`benchmarks.cold`). Kernels are timed
-where they can compute a layer, also where nobody has measured that they pay.
+`split` and `few` are of evaluations of 1, 4 and 16 images, of 1x1 filters `few` also of 64
+(`benchmarks.cold`). Kernels are timed where they can compute a layer, also where nobody has
+measured that they pay.
 """
 
 import json

@@ -130,7 +130,7 @@ LAYERS_OF_SKIPS = (
     (48, 96, 96, 96, False, (32,)),  # channels and images that are no powers of two
     (20, 320, 320, 320, False, (64,)),
 )
-# the same, of one image; every third, and 1x1 filters, also of four; those of 16 too
+# the same, of one image; every third, and 1x1 filters, also of four; those of 16 and 64 too
 LAYERS_OF_FEW = (
     (32, 320, 320, 3),  # latents
     (32, 640, 320, 3),
@@ -266,12 +266,14 @@ def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, Spec]
         for n in batches:
             found += [("weight_grads", _group(n, side, c, each)) for each in _GROUPS_OF]
     for i, (side, ci, co, r) in enumerate(LAYERS_OF_FEW):
-        for n in (1, 4, 16)[: 3 if r == 1 else 1 + (i % 3 == 0)]:
+        for n in (1, 4, 16, 64)[: 4 if r == 1 else 1 + (i % 3 == 0)]:
             given = {"n": n, "h": side, "w": side, "r": r, "s": r}
             for name in OF_FEW:
                 given |= {"dtype": name.partition("_")[2] or "bf16", "stats": name == "few"}
+                given["residual"] = name == "few" and r == 1 and ci == co
                 spec = ConvSpec(k=ci, c=co, filters=(co, ci), **given)
-                found += [(name, spec)] if name in passes else []
+                timed = name in passes and (n < 64 or name == "few")
+                found += [(name, spec)] if timed else []
     found += [
         (name, spec)
         for norms in (sweep_norms, sweep_channel_norms)

@@ -125,6 +125,23 @@ class TestFittedCosts:
         choice = registry.select(FORWARD, ConvSpec(dtype="bf16", **layer, **rest), HOPPER)
         assert (choice.kernel.name, choice.why) == (kernel, "predicted")
 
+    @pytest.mark.parametrize(
+        ("n", "side", "channels", "kernel"),
+        [
+            (1, 8, 256, "single_tile"),
+            (64, 8, 256, "single_tile"),
+            (16, 16, 256, "single_tile"),
+            (64, 16, 128, "single_tile"),
+            (64, 16, 256, "conv_forward"),
+            (16, 16, 512, "conv_forward"),
+        ],
+    )
+    def test_1x1_filters_of_few_images(self, n, side, channels, kernel):
+        """What an H200 does fastest where a residual is added, of few tiles and of many."""
+        given = {"h": side, "w": side, "k": channels, "c": channels, "r": 1, "s": 1, "stats": True}
+        spec = ConvSpec(n, "bf16", residual=True, **given)
+        assert registry.select(CONV_FEW, spec, HOPPER).kernel.name == kernel
+
     def test_fewer_multiprocessors_take_longer(self):
         """The parameters are of an architecture, in waves of the chip at hand."""
         spec = ConvSpec(32, "bf16", 32, 32, 128, 128)

@@ -31,10 +31,13 @@ class Forward(NamedTuple):
 
 
 def _forward_work(spec: ConvSpec, gpu: Device, _: Forward) -> Work | None:
-    """Of the kernel that `conv_forward` takes."""
+    """Of the kernel that `conv_forward` takes. Its epilogue makes a trip to memory of its own for a
+    residual, as that of an input gradient does for x."""
     choice = select(FORWARD, spec, gpu)
     work = choice.kernel.work
-    return None if work is None else work(spec, gpu, choice.config)
+    if work is None:
+        return None
+    return work(spec, gpu, choice.config)._replace(grad=spec.residual)
 
 
 def _forward_cost(spec: ConvSpec, gpu: Device, _: Forward) -> float:
@@ -59,9 +62,8 @@ CONV_FEW = Op(
             SingleTile,
             single_tile.refuse,
             launch=lambda _, operands: single_tile.launch(operands),
-            untimed=single_tile.untimed,
             adds=("residual", "stats"),
-            work=lambda spec, gpu, _: single_tile.work(spec),
+            work=lambda spec, gpu, _: single_tile.work(spec, gpu),
         ),
         Kernel(
             "conv_forward",
@@ -69,6 +71,7 @@ CONV_FEW = Op(
             cost=_forward_cost,
             adds=FORWARD_TERMS,
             work=_forward_work,
+            fitted_by=("pointwise",),
             delegates=True,
         ),
     ),

@@ -13,10 +13,11 @@ from dataclasses import replace
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing
-from ...registry.cost import Work
+from ...registry.cost import Work, resident
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
+from ...runtime.hardware import WARP
 from .operands import Operands
 
 if SUPPORTED:
@@ -24,7 +25,6 @@ if SUPPORTED:
 
 _MAX_CHANNELS = 512  # of x: 128 KiB of shared memory for a tile of 64 pixels
 PIXELS = 64  # of a tile
-_TILES = 2  # for each multiprocessor
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
@@ -39,17 +39,12 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     return None
 
 
-def untimed(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why it should not: there are more tiles than were timed."""
-    tiles, most = work(spec).tiles, _TILES * gpu.num_sms
-    return f"{tiles} tiles are more than {most}" if tiles > most else None
-
-
-def work(spec: ConvSpec) -> Work:
+def work(spec: ConvSpec, gpu: Device) -> Work:
     """What its programs do; a residual comes in the same trip to memory as the pixels."""
+    shared = (64 + PIXELS) * spec.k * spec.itemsize + PIXELS * 128  # also the result
     return Work(
         tiles=spec.n * spec.h * spec.w // PIXELS * (spec.c // 64),
-        resident=1,
+        resident=resident(PIXELS * 64 // (4 * WARP), shared, 4, gpu),
         products=64 * PIXELS * spec.k,
         fetched=(64 + PIXELS) * spec.k * spec.itemsize,
         steps=1,
