@@ -32,8 +32,8 @@ class Evaluation:
         (self.result,) = made.graph.outputs
         rest = [node for node in made.schedule.nodes if node not in fixed]
         read = {value for node in rest for value in node.inputs.values()}
-        found = _of_parameters(made, parameters, launch, {} if known is None else known)
-        self.values = {value: x for value, x in found.items() if value in read}
+        known = {} if known is None else known
+        self.values = _of_parameters(made, parameters, launch, known, read)
         # what depends on a shared input and on what is known, and on nothing else
         self.parts = {value: list(made_of({*self.values, value}, rest)) for value in shared}
         before = fixed.union(*self.parts.values())
@@ -52,24 +52,64 @@ class Evaluation:
 
 
 def _of_parameters(
-    made: Plan, parameters: Mapping[str, Tensor], launch: Callable, known: dict[str, Tensor]
+    made: Plan,
+    parameters: Mapping[str, Tensor],
+    launch: Callable,
+    known: dict[str, Tensor],
+    read: set[Value],
 ) -> dict[Value, Tensor]:
-    """Parameters, constants and what is made of these alone, which is `known` by how it is made."""
+    """What is `read` of parameters, constants and what is made of these alone, which is `known` by
+    how it is made. Each is made behind what it is made of, and that is released behind it: a copy
+    of the parameters in another order is never there beside a second one."""
     graph, device = made.graph, next(iter(parameters.values())).device
     # without what is no longer read, such as buffers of an embedding's layers
     values = {v: parameters[name] for name, v in graph.parameters.items() if name in parameters}
     values |= {value: tensor.to(device) for value, tensor in graph.constants.items()}
-    shapes = [value.shape for value in graph.inputs]
+    keys, fixed = _keys(made), [n for n in made.schedule.nodes if n in made.schedule.fixed]
+    missing = _missing([v for v in keys if v in read], fixed, lambda value: keys[value] in known)
+    last = {value: node for node in missing for value in node.inputs.values()}
+    for node in missing:
+        others = (value for value in node.inputs.values() if value not in values)
+        values |= {value: known[keys[value]] for value in others}  # which another plan has made
+        for value, tensor in launch(node, values).items():
+            values[value] = filters(tensor) if tensor.ndim == 4 else tensor
+            if value in read:
+                known[keys[value]] = values[value]
+        for value in {*node.inputs.values(), *node.outputs.values()} - read:
+            if last.get(value, node) is node:
+                values.pop(value, None)
+    return {v: values[v] if v in values else known[keys[v]] for v in keys if v in read}
+
+
+def _keys(made: Plan) -> dict[Value, str]:
+    """What parameters, constants and what is made of these alone are, in words."""
+    graph, shapes = made.graph, [value.shape for value in made.graph.inputs]
     keys = {value: name for name, value in graph.parameters.items()}
     keys |= {value: f"constant {i} of {shapes}" for i, value in enumerate(graph.constants)}
     for node in made.schedule.nodes:
-        if node not in made.schedule.fixed:
+        if node in made.schedule.fixed:
+            inputs = ", ".join(f"{role}={keys[value]}" for role, value in node.inputs.items())
+            key = f"{node.op}({inputs}; {sorted(node.attrs.items())})"
+            keys |= {value: f"{key}.{role}" for role, value in node.outputs.items()}
+    return keys
+
+
+def _missing(
+    wanted: Sequence[Value], nodes: Sequence[Node], is_known: Callable[[Value], bool]
+) -> list[Node]:
+    """The nodes that make what is wanted and not known, each behind those that it reads."""
+    makers = {value: node for node in nodes for value in node.outputs.values()}
+    found: dict[Node, None] = {}
+    waiting = list(reversed(wanted))
+    while waiting:
+        value = waiting[-1]
+        node = makers.get(value)
+        if node is None or node in found or is_known(value):
+            waiting.pop()
             continue
-        inputs = ", ".join(f"{role}={keys[value]}" for role, value in node.inputs.items())
-        key = f"{node.op}({inputs}; {sorted(node.attrs.items())})"
-        keys |= {value: f"{key}.{role}" for role, value in node.outputs.items()}
-        if not all(keys[value] in known for value in node.outputs.values()):
-            for value, tensor in launch(node, values).items():
-                known[keys[value]] = filters(tensor) if tensor.ndim == 4 else tensor
-        values |= {value: known[keys[value]] for value in node.outputs.values()}
-    return values
+        before = [v for v in node.inputs.values() if v in makers and makers[v] not in found]
+        before = [v for v in before if not is_known(v)]
+        if not before:
+            found[node] = None
+        waiting += before
+    return list(found)

@@ -108,14 +108,16 @@ class InferenceUNet1d:
         self.image, self.emb, *self.cond, self.row = made.graph.inputs
         states = states_of(model)
         parameters = {
-            name: states[name]
-            .detach()
-            .to(self.emb.dtype, memory_format=torch.contiguous_format, copy=True)
-            for name in made.graph.parameters
+            name: states[name].detach().to(self.emb.dtype) for name in made.graph.parameters
         }
         with torch.no_grad():
             shared = self.emb, *self.cond
             self.evaluation = Evaluation(made, parameters, launcher_of(kernels), shared)
+            # most parameters are read once, for a copy in another order; the rest are copied here
+            theirs = {x.untyped_storage().data_ptr() for x in parameters.values()}
+            for value, x in self.evaluation.values.items():
+                if x.untyped_storage().data_ptr() in theirs:
+                    self.evaluation.values[value] = x.clone(memory_format=torch.contiguous_format)
         self._kept: tuple[Tensor, Tensor] | None = None  # timesteps and what they contribute
 
     # --- FiLM -------------------------------------------------------------------------------------

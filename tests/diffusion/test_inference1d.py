@@ -12,13 +12,14 @@ from diffusion.models.unet1d import UNet1d
 from diffusion.plan.graph import PlanError
 from diffusion.plan.inference1d import InferenceUNet1d, real_time, real_time_plan
 from diffusion.plan.join import stages
+from diffusion.plan.printed.memory import Allocations
 from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32, Backend
 from diffusion.sampling.sampler import DDIM, DDPM
 from triton_kernels import fused_ops, reference
 from triton_kernels.conv1d import conv1d as stream_conv1d
 from triton_kernels.reference import fused
-from triton_kernels.runtime.device import Device
+from triton_kernels.runtime.device import Device, standing_for
 
 from ..kernels.poison import poison_outputs
 from .golden_unet import relative
@@ -219,6 +220,22 @@ def test_long_chunks_run_layer_by_layer(caplog):
     with caplog.at_level(logging.INFO):
         assert real_time(model, 128) is None
     assert "chunks of 128 time steps; at most 64" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_memory_of_what_is_packed(dtype):
+    """Beside the parameters and what evaluations read, there are copies of one layer at a time."""
+    backend = Backend("triton", triton_kernels, dtype=dtype)
+    model = UNet1d(**SMALL, down_dims=(64, 128, 256), backend=backend)
+    with standing_for(HOPPER), Allocations() as made:
+        network = InferenceUNet1d(model, gpu=HOPPER)
+    kept = {x.untyped_storage()._cdata: x for x in network.evaluation.values.values()}
+    read = sum(x.untyped_storage().nbytes() for x in kept.values())
+    theirs = {p.untyped_storage()._cdata for p in model.parameters()}
+    largest = max(p.nbytes for p in model.parameters())
+    assert not theirs & kept.keys(), "what is packed does not follow the parameters"
+    assert read <= made.now < 1.1 * read
+    assert made.peak - made.now < 3 * largest < sum(p.nbytes for p in model.parameters()) / 3
 
 
 def test_only_for_the_triton_backend():
