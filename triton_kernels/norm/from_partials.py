@@ -1,11 +1,12 @@
-"""GroupNorm and activation in one launch, of statistics that are partial sums:
+"""GroupNorm and activation in one launch, from partial sums:
 
     z = (x - mean) rstd g + b,   a = act(z),   mean and rstd over a group of channels of an image
 
-`norm_table` and `apply` in one. Every program makes its part of the table anew, so that there
-should be few of them, each of few channels and many pixels. x is one tensor or the concatenation of
-x1 and x2 over channels, which never exists in memory, and x1 may be upsampled on the way. Of few
-images `norm_small_batch` does it; and where sums are many, beside a program's pixels, two launches.
+This is `norm_table` and `apply` in one launch. Every program computes the table of its channels
+again, so there should be few programs, each with few channels and many pixels. x is one tensor, or
+the concatenation of x1 and x2 over channels, which never exists in memory, and the pass may
+upsample x1. `norm_small_batch` computes few images. Two launches are faster if a program would read
+many sums compared with its pixels.
 """
 
 import math
@@ -29,26 +30,26 @@ from .tables import Statistics, covering_groups, norm_table
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-# Elements of a tensor whose partial sums so few programs read that a launch costs more.
+# Elements of a tensor up to which one more launch costs more than reading the sums in every program
 SMALL_NORM = 2**20
-_MANY_SUMS = 512  # of either kind, that a program of 32 channels loads
-_MOST_SUMS = MOST_HELD // 2  # of either kind, that registers hold
+_MANY_SUMS = 512  # of each kind, which a program of 32 channels loads
+_MOST_SUMS = MOST_HELD // 2  # of each kind, which fit registers
 _SMALL_IMAGE = 256  # pixels
 
 
 @configures("from_partials")
 class SumsConfig(NamedTuple):
-    """What a program does."""
+    """The channels, tiles and warps of a program."""
 
     block_c: int
     tile: int  # elements
-    tiles: int  # of a large image
+    tiles: int  # in a large image
     num_warps: int
 
 
-# 32 channels, and many pixels, have the fewest sums beside them
+# 32 channels and many pixels need the fewest sums per pixel
 _LARGE, _SMALL = SumsConfig(32, 4096, 2, 8), SumsConfig(32, 2048, 2, 4)
-_WIDE = SumsConfig(64, 4096, 4, 8)  # of groups of which 64 channels have as many lanes as 32
+_WIDE = SumsConfig(64, 4096, 4, 8)  # where the groups of 64 channels need no more lanes than of 32
 
 
 @configures("two_launches")
@@ -57,7 +58,7 @@ class TwoLaunches(NamedTuple):
 
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
-    """Registers have to hold the sums."""
+    """Why it cannot compute this: the sums do not fit registers."""
     sums = _sums(32, spec)
     return f"{sums} sums of either kind a program; {_MOST_SUMS}" if sums > _MOST_SUMS else None
 
@@ -72,14 +73,14 @@ def _untimed(spec: NormSpec, gpu: Device) -> str | None:
 
 
 def sums_config(spec: NormSpec) -> SumsConfig:
-    """As of 16 and 64 images of the decoder's shapes."""
+    """As measured with 16 and 64 images of the decoder's shapes."""
     if _sums(64, spec) <= _sums(32, spec) >= _MANY_SUMS:
         return _WIDE
     return _SMALL if spec.pixels <= _SMALL_IMAGE else _LARGE
 
 
 def _sums(block_c: int, spec: NormSpec) -> int:
-    """Sums of either kind that a program of so many channels loads, the padding too."""
+    """Sums of each kind that a program of block_c channels loads, with padding."""
     border = spec.c1 if spec.c2 else 0
     groups = covering_groups(block_c, border, spec.c // spec.groups)
     return math.prod(groups) * triton.next_power_of_2(max(spec.tiles))
@@ -122,11 +123,10 @@ def norm_of_sums(
     tf32: bool = False,
     config: tuple | None = None,  # of a kernel of `NORM_OF_SUMS`
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C1 + C2]; [N, H, W, C1]
-    """`apply` of the table that `norm_table` would make. With `up` x1 stands for upsample(x1),
-    where every pixel becomes a 2x2 block, which is the second result, to `keep` it for its other
-    readers; and with `corners` only the first pixel of the 2x2 that are equal need be there, in the
-    first C1 channels. With `tf32` a norm of float32 is rounded to TF32: products in that read
-    it."""
+    """`apply` with the table of `norm_table`. With `up` x1 stands for upsample(x1), where every
+    pixel becomes a 2x2 block; with `keep` that is the second result. With `corners` only the first
+    pixel of each 2x2 block is written in the first C1 channels. With `tf32` a float32 result is
+    rounded to TF32, for products that read it."""
     check_activation(activation)
     check_nhwc("x1", x1)
     n, h, w, c1 = x1.shape
@@ -135,7 +135,7 @@ def norm_of_sums(
     norm.check(n, c1, c2)
     options = {"corners": corners, "keep": keep}
     if config is None:
-        written = 2 if corners else 1  # every so many pixels all channels are
+        written = 2 if corners else 1  # every second pixel has all channels
 
         def run(config: tuple) -> Tensor:
             given = {"up": up, **options, "tf32": tf32, "config": config}

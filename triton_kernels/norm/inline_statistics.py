@@ -1,14 +1,14 @@
-"""A GroupNorm of the plan and its statistics as one launch, where the statistics are few.
+"""A GroupNorm of the plan and its statistics in one launch, where there are few partial sums.
 
     norm_apply      x, partials -> a, table              `norm_table` and `apply`
     norm_backward   dz, x, partials, table -> dx         `norm_grad_table` and `norm_dx`
 
-A launch of a few microseconds and the gap behind it cost more than what it computes: here every
-program of the pass makes the statistics of its own channels anew from the partial sums, and the
-first of an image writes down what backward, or the gradients of the parameters, need of them. Where
-the partial sums of an image are many, or the programs that would read them, two launches are
-faster: `NORM_APPLY` and `NORM_BACKWARD` say so. The formulas are those of `norm.tables` and
-`norm.passes`. `conv.skip_dx.skip_backward` is likewise of `norm_grad_table` and `skip_dx`.
+A launch of a few microseconds and the gap after it cost more than what it computes. Here every
+program of the pass computes the statistics of its own channels from the partial sums, and the first
+program of an image writes what backward, or the gradients of the parameters, need. Two launches are
+faster where an image has many partial sums, or where many programs would read them: `NORM_APPLY`
+and `NORM_BACKWARD` decide. The formulas are those of `norm.tables` and `norm.passes`.
+`conv.skip_dx.skip_backward` does the same for `norm_grad_table` and `skip_dx`.
 """
 
 from typing import NamedTuple
@@ -44,7 +44,7 @@ _MOST_TILES, _MOST_TILES_OF_DX = 4, 8  # of an image; measured at batch 32, see 
 
 @configures("one_launch")
 class OneLaunch(NamedTuple):
-    """What a program of the gradient does, as `PassConfig`; of a norm, `from_partials` says it."""
+    """A program of the gradient, as in `PassConfig`; forward see `from_partials.sums_config`."""
 
     tile: int = 4096
     tiles: int = 2
@@ -77,7 +77,7 @@ NORM_BACKWARD = Op("norm_backward", _KEY, _KERNELS, similar=False)
 
 
 def _overlaps(x: Tensor) -> bool:
-    """Whether a pass over x of any size begins while the previous kernel, of its table, runs."""
+    """Whether a pass over x starts while the previous kernel, which computes its table, runs."""
     return bool(overlapping(x.device, 0))
 
 
@@ -91,7 +91,7 @@ def norm_apply(
     tf32: bool = False,  # here and below: float32 results are rounded to TF32, as products are
     config: OneLaunch | TwoLaunches | None = None,
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
-    """`apply` of the table that `norm_table` makes, and the table."""
+    """`apply` with the table of `norm_table`, and that table."""
     second = 0 if x2 is None else x2.shape[3]
     rest = {"tiles": tuple(part.shape[1] for part in norm.partials), "mask": mask is not None}
     spec = NormSpec(len(x1), dtype_name(x1.dtype), *x1.shape[1:], second, norm.num_groups, **rest)
@@ -126,8 +126,8 @@ def norm_apply_upsampled(
     *,
     tf32: bool = False,
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor]:  # [N, H, W, C1 + C2], tables, [N, H, W, C1]
-    """`norm_apply` of upsample(x1) beside x2, where the tables are float32 [N, 4, C1 + C2] and that
-    of x2 alone [N, 4, C2]; and upsample(x1)."""
+    """`norm_apply` of the concatenation of upsample(x1) and x2. Returns the result; the tables,
+    float32 [N, 4, C1 + C2] of all channels and [N, 4, C2] of x2; and upsample(x1)."""
     shape = len(x2), 4, x2.shape[3]
     second = _empty(shape, dtype=torch.float32, device=x2.device)
     table = norm_table(*norm, second_out=second)
@@ -161,7 +161,7 @@ def norm_backward(
     tf32: bool = False,
     config: OneLaunch | TwoLaunches | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C] in a place of `sums`
-    """`norm_dx` of one tensor with the coefficients of `norm_grad_table`."""
+    """`norm_dx` of one tensor, with the coefficients of `norm_grad_table`."""
     n, h, w, c = dz.shape
     if config is None:
         rest = {"grad": True, "tiles": (partials.shape[1],), "upsampled": upsample1}

@@ -1,8 +1,9 @@
-"""GroupNorm and activation in one launch, where a second would cost more than it computes.
+"""GroupNorm and activation in one launch, for small images.
 
     z = (x - mean) rstd g + b,   a = act(z),   mean and rstd over a group of channels of an image
 
-Inference at a small batch is a chain of kernels of a few microseconds, so their number is its time.
+Inference at a small batch is a chain of kernels of a few microseconds, so the number of launches
+decides its time.
 x is one tensor or the concatenation of x1 and x2 over channels, which never exists in memory.
 """
 
@@ -27,18 +28,18 @@ from .single_cta_kernels import norm_single_cta_kernel
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _PER_WARP, _MIN_WARPS = 1024, 4  # elements
-_PROGRAMS = 2  # a multiprocessor: if there were more, a program has several groups
-_MANY_TILES = 8  # whose sums are as many bytes as the pixels that a program reads
-_HELD = 12  # bytes of registers for each number of a group: it, the result, and where they lie
+_PROGRAMS = 2  # per multiprocessor; where there would be more, a program has several groups
+_MANY_TILES = 8  # per image, whose sums have as many bytes as the pixels that a program reads
+_HELD = 12  # bytes of registers for each number of a group: x, the result, and their addresses
 
 
 @configures("single_cta")
 class WholeGroups(NamedTuple):
-    """A program has groups of an image, as many as keep programs few."""
+    """A program has one group of an image, or several if there would be many programs."""
 
 
 def _lanes(spec: NormSpec) -> int:
-    """Of registers, for a group of an image."""
+    """Lanes of registers for a group of an image, with padding."""
     return triton.next_power_of_2(spec.c // spec.groups) * triton.next_power_of_2(spec.pixels)
 
 
@@ -48,9 +49,8 @@ def _refuse(spec: NormSpec, gpu: Device) -> str | None:
 
 
 def _apart(spec: NormSpec, gpu: Device) -> str | None:
-    """Where sums have been taken, programs that read whole groups are quicker than those that add
-    the sums up again if sums are many, and the programs keep every multiprocessor busy and are
-    there at once."""
+    """If there are partial sums, this kernel, which reads whole groups instead, is faster only if
+    the sums are many, and its programs keep every multiprocessor busy and all run at once."""
     if not spec.tiles:
         return None
     if max(spec.tiles) < _MANY_TILES:
@@ -125,5 +125,5 @@ def norm_single_cta(
 
 
 def _warps(elements: int) -> int:
-    """Few, since they meet at a barrier for every sum."""
+    """Few warps, since they wait at a barrier for every sum."""
     return min(max(elements // _PER_WARP, _MIN_WARPS), 16)

@@ -1,9 +1,9 @@
-"""1x1 filters and linear layers for Hopper, in Gluon: a product of matrices [pixels, K] and [K, C]
-in 16 bits with its epilogue, for `conv.fused` and for `conv.forward`.
+"""1x1 filters and linear layers for Hopper, in Gluon: a matrix product [pixels, K] times [K, C] in
+16 bits with its epilogue, for `conv.fused` and for `conv.forward`.
 
-To such a product all pixels are alike: a tile is so many of them in a row, of any images. Only
-where sums of images are wanted, or an image has a bias of its own, tiles divide images or have
-several whole ones.
+The product treats all pixels alike, so a tile has successive pixels of any images. If the epilogue
+writes sums per image, or adds a vector per image, tiles divide an image or have several whole
+images.
 """
 
 from typing import NamedTuple
@@ -30,11 +30,11 @@ if SUPPORTED:
 
 @configures("linear_mma")
 class LinearMma(NamedTuple):
-    """What a program of this kernel takes at a time."""
+    """The tile of a program."""
 
     block_c: int  # channels of a tile
     block_m: int  # pixels
-    together: bool  # both warpgroups do it, each half of its channels; or each a tile in turn
+    together: bool  # both warpgroups compute a tile, half of its channels each; else in turn
     rows = 1  # tiles one below the other
 
 
@@ -46,14 +46,14 @@ TILES = (
     LinearMma(64, 128, False),
     LinearMma(128, 64, True),
 )
-_MOST_IMAGES = 4  # of a tile, each with sums of its own; of more, registers spill
-_LEAST_SLOTS, _MOST_SLOTS = 3, 8  # of blocks that are under way
-_PIECE = 64  # pixels, and channels, of results that leave at a time
-_SUMS = 128  # of a thread; with no more, it has room for the rest of an epilogue in half of these
+_MOST_IMAGES = 4  # of a tile, each with sums of its own; with more, registers spill
+_LEAST_SLOTS, _MOST_SLOTS = 3, 8  # of the ring
+_PIECE = 64  # pixels, and channels, of the results that are stored at a time
+_SUMS = 128  # accumulators of a thread: from so many on it needs the most registers
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why no tile can do it, or None."""
+    """Why no tile can compute this, or None."""
     if reason := missing(gpu, spec.itemsize) or unaddressable(spec, gpu):
         return reason
     if not spec.pointwise:
@@ -68,7 +68,7 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
 
 
 def configs(spec: ConvSpec, gpu: Device) -> list[LinearMma]:
-    """Those with which it can be launched."""
+    """The tiles that can compute this."""
     by_image = spec.stats or spec.emb or spec.activation is not None
     beside = spec.residual or spec.activation is not None
     return [
@@ -80,7 +80,7 @@ def configs(spec: ConvSpec, gpu: Device) -> list[LinearMma]:
 
 
 def box_of(config: LinearMma, pixels: int, by_image: bool) -> tuple[int, int] | None:
-    """Pixels of each of so many images, of a tile; or None. `pixels`: of an image."""
+    """Pixels of each image of a tile, and its images; or None. `pixels`: of an image."""
     if not by_image or pixels % config.block_m == 0:
         return config.block_m, 1
     images = config.block_m // pixels
@@ -102,7 +102,7 @@ def _launch_fused(config: LinearMma, operands: Operands) -> None:
 
 
 def _launch_plain(config: LinearMma, operands: ConvOperands) -> None:
-    """The same without terms but a bias."""
+    """The convolution with a bias only, or its input gradient without terms."""
     x, weight, bias, y, _, _, _, dgrad, *_ = operands
     _launch(config, x, weight, y, False, dgrad, None, bias)
 
@@ -112,8 +112,8 @@ def _launch(
     x: Tensor,
     weight: Tensor,
     y: Tensor,
-    by_image: bool,  # tiles are of images
-    transposed: bool,  # filters are multiplied as in an input gradient
+    by_image: bool,  # tiles divide images, or have several whole ones
+    transposed: bool,  # an input gradient
     beside: Tensor | None = None,
     vectors: Tensor | None = None,
     extra_bias: Tensor | None = None,
@@ -150,34 +150,34 @@ def _launch(
 
 
 def blocks_of_a_group(config: LinearMma) -> int:
-    """Of 64 channels, that a warpgroup multiplies."""
+    """Blocks of 64 channels of a warpgroup."""
     return config.block_c // (128 if config.together else 64)
 
 
 def registers(config: LinearMma, images: int) -> tuple[int, int]:
-    """Of a thread that multiplies, and of every thread at first, which is the mean with those of
-    the warpgroup that loads: multiples of 24, as in `tile_mma`."""
+    """Registers per thread of the warpgroups that multiply; and of every thread at the launch,
+    which is the mean with those of the warpgroup that loads. Multiples of 24, as in `tile_mma`."""
     sums = blocks_of_a_group(config) * config.block_m // 2
     most = 240 if sums >= _SUMS or images > 2 else 168
     return most, (2 * most + LOADER_REGISTERS) // 3
 
 
 def held(config: LinearMma, beside: bool) -> int:
-    """Pieces of results of a warpgroup in shared memory: one leaves while the next is written; or
-    all, where what is beside them waits there."""
+    """Pieces of results of a warpgroup in shared memory: two, one of which is stored while the next
+    is written; or all, if the epilogue reads a tensor, which is loaded there."""
     pieces = blocks_of_a_group(config) * config.block_m // _PIECE
     return pieces if beside else min(2, pieces)
 
 
 def slots(config: LinearMma, shared_memory: int, beside: bool) -> int:
-    """Of blocks of pixels and filters, that shared memory holds beside the results."""
+    """Slots for blocks of pixels and filters that fit shared memory with the results."""
     results = 2 * held(config, beside) * _PIECE * 128
     block = (config.block_m + config.block_c) * 128
     return min(_MOST_SLOTS, (shared_memory - BESIDE_BUFFERS - results) // block)
 
 
 def work(spec: ConvSpec, gpu: Device, c: LinearMma) -> Work:
-    """What its programs do."""
+    """The work of its programs."""
     by_image = spec.stats or spec.emb or spec.activation is not None
     n, pixels = (spec.n, spec.h * spec.w) if by_image else (1, spec.n * spec.h * spec.w)
     rows, images = box_of(c, pixels, by_image)

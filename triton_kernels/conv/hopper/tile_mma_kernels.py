@@ -1,11 +1,12 @@
 """The kernel of `conv.hopper.tile_mma`: a 3x3 convolution, or its input gradient, with its
 epilogue.
 
-A program has three parts that run side by side. `_load` is one warp that fills two rings in shared
-memory: the pixels of a tile moved by a column, and filters of one tap. `_multiply`, twice, is a
-warpgroup that takes every other tile. The rings hold what one needs and then what the other does,
-so that one finishes a tile while the other multiplies. It waits for its turn first (`turns`): a
-barrier tells only an even phase from an odd one, not the next one from those after it.
+A program has three concurrent roles. One warp, `_load`, fills two rings in shared memory: blocks of
+the pixels of a tile, moved by a column, and filters of one tap. Two warpgroups multiply
+(`tile_multiply.multiply_tiles`), each every other tile. The rings hold the blocks of one
+warpgroup's tile and then those of the other's, so that one runs its epilogue while the other
+multiplies. A warpgroup waits for its turn before it multiplies (`turns`): a barrier tells only an
+even phase from an odd one, so no warpgroup may be two phases behind.
 """
 
 from triton.experimental import gluon
@@ -23,7 +24,7 @@ from .tile_multiply import Dropout, Results, ThenNorm, multiply_tiles
 
 @aggregate
 class _Pointwise:
-    """Tensors of which 1x1 convolutions are added."""
+    """The inputs and filters of the added 1x1 convolutions."""
 
     x1_desc: gl.tensor  # as in `conv_tile_mma_kernel`
     w1_desc: gl.tensor
@@ -31,12 +32,12 @@ class _Pointwise:
     w2_desc: gl.tensor
     C1: gl.tensor
     C2: gl.tensor
-    blocks: gl.tensor  # of 64 channels of both
+    blocks: gl.tensor  # blocks of 64 channels of both
 
 
 @aggregate
 class _Products:
-    """A 3x3 convolution, and what 1x1 ones of other tensors add."""
+    """The products of a 3x3 convolution and of the added 1x1 convolutions."""
 
     extra: _Pointwise
     K: gl.tensor
@@ -76,8 +77,8 @@ class _Products:
 
 @gluon.jit
 def _wait_for_slot(blocks, block, HALO: gl.constexpr, FILTERS: gl.constexpr):
-    """The next slot for the rows of a tile, with HALO = 1 those above and below too, and the
-    barrier for them and for so many filters if they come with them."""
+    """Acquire the next slot for the rows of a tile. HALO = 1: with a row above and one below. The
+    barrier also counts FILTERS filters if they are stored with the pixels."""
     BYTES: gl.constexpr = (blocks.PIXELS + 2 * HALO * blocks.WIDTH) * 128
     if blocks.w is None:
         return blocks.x.acquire(block, BYTES + FILTERS * 64 * 128)
@@ -87,7 +88,7 @@ def _wait_for_slot(blocks, block, HALO: gl.constexpr, FILTERS: gl.constexpr):
 
 @gluon.jit
 def _load_pixels(x_desc, blocks, tiles, stage, bar, n0, h0, w0, k0, HALO: gl.constexpr):
-    """These rows, to their slot."""
+    """Load the rows of a tile into their slot."""
     for j in gl.static_range((tiles.ROWS + 2 * HALO) // 2):
         to = pixels_from(blocks, stage, j * (blocks.WIDTH // 4), [2, tiles.IMAGES, tiles.W, 64])
         tma_load(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
@@ -95,7 +96,7 @@ def _load_pixels(x_desc, blocks, tiles, stage, bar, n0, h0, w0, k0, HALO: gl.con
 
 @gluon.jit
 def _load_filters(w_desc, blocks, stage, bar, s, k0, c0):
-    """The three of a column, which come with a block of pixels."""
+    """Load the three filters of column s, which are stored with a block of pixels."""
     for r in range(3):
         tap, row, column = place_of_filter(r, s, k0, c0, blocks.DGRAD)
         tma_load(w_desc, [tap, row, column], bar, blocks.w_bufs.index(stage * 3 + r))
@@ -117,7 +118,7 @@ def _load_pointwise(x_desc, w_desc, blocks, tiles, block, step, n0, h0, w0, c0, 
 
 @gluon.jit
 def _load_beside(beside, blocks, tiles, block, n0, h0, w0, c0):
-    """The second of two tensors beside a tile, to the next slot."""
+    """Load the tile of the second tensor that the epilogue reads into the next slot."""
     stage, bar = blocks.x.acquire(block, blocks.PIXELS * 128)
     BOX: gl.constexpr = [tiles.ROWS, tiles.IMAGES, tiles.W, 64]
     to = pixels_from(blocks, stage, 0, BOX)
@@ -127,7 +128,7 @@ def _load_beside(beside, blocks, tiles, block, n0, h0, w0, c0):
 
 @gluon.jit
 def _load(x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP: gl.constexpr):
-    # filters are there before the previous kernel
+    # the previous kernel does not write filters: load the first ones before the wait
     EARLY: gl.constexpr = OVERLAP and blocks.w is None
     if OVERLAP and not EARLY:
         await_inputs_alone()
@@ -182,38 +183,38 @@ def conv_tile_mma_kernel(
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
-    # [H, N, W, C + CX2] in the boxes of y_desc, or None: act(norm(y beside x2)) is to be written,
-    # where a tile is whole images
+    # [H, N, W, C + CX2] in boxes as y_desc, or None: act(norm(concat(y, x2))) is written here;
+    # needs tiles of whole images
     a_desc,
-    x2_desc,  # [H, N, W, CX2] in such boxes, or None
-    norm_weight_ptr,  # [C + CX2] of that norm
+    x2_desc,  # [H, N, W, CX2] in boxes as y_desc, or None
+    norm_weight_ptr,  # [C + CX2]
     norm_bias_ptr,
     eps,
     kept_ptr,  # int64 [N, H, W, words]: which channels of dz dropout has kept; or None
-    factor,  # of what is kept
+    factor,  # multiplies the elements that are kept
     C1,
     C2,
-    border,  # channels of the first of two tensors
+    border,  # channels of the first of the two tensors that x concatenates
     stride_emb,
     N,
     H,
     K,
     C,
     CX2,
-    ROWS: gl.constexpr,  # of a tile
-    IMAGES: gl.constexpr,  # of a tile, which they share unless it is one
+    ROWS: gl.constexpr,  # rows of a tile
+    IMAGES: gl.constexpr,  # images of a tile
     W: gl.constexpr,  # pixels of a tile's rows
-    COLUMNS: gl.constexpr,  # of tiles in an image; 1: their rows are whole
+    COLUMNS: gl.constexpr,  # tiles across an image
     DGRAD: gl.constexpr,
-    ACT: gl.constexpr,  # as `activate_affine_grad` is told it, or behind the norm `activate_affine`
-    BLOCKS: gl.constexpr,  # of pixels in shared memory
-    STEPS: gl.constexpr,  # of filters there; 0: three come with each block of pixels
-    REGISTERS: gl.constexpr,  # of a thread that multiplies
+    ACT: gl.constexpr,  # for `activate_affine_grad`; of the norm that follows, `activate_affine`
+    BLOCKS: gl.constexpr,  # slots of the ring of pixels
+    STEPS: gl.constexpr,  # slots of the ring of filters; 0: three are stored with each block
+    REGISTERS: gl.constexpr,  # per thread of the warpgroups that multiply
     RAGGED: gl.constexpr,  # the last block of channels may have fewer than 64
-    STRADDLING: gl.constexpr,  # some channels of a tile may be of the first of two, some not
-    OVERLAP: gl.constexpr,  # the previous kernel may still be under way
+    STRADDLING: gl.constexpr,  # a tile may have channels of both tensors that x concatenates
+    OVERLAP: gl.constexpr,  # the previous kernel may still be running
     CG: gl.constexpr,  # channels of a group of the norm
-    KEEP: gl.constexpr,  # whether y is to be written
+    KEEP: gl.constexpr,  # y is written
 ):
     MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype

@@ -1,21 +1,21 @@
-"""3x3 convolutions of images of which the first channels were upsampled, written in Gluon for
-Hopper: of these channels the products are made on the small image.
+"""3x3 convolutions after nearest upsampling, in Gluon for Hopper. The first channels of the image
+were upsampled, and their products are computed on the small image.
 
-Of an upsampled image 2x2 pixels are equal, so that a filter of 3x3 taps reads 2x2 different ones.
-Which these are, and how its taps add up, goes by the parity of the row and that of the column:
+In an upsampled image 2x2 pixels are equal, so a filter of 3x3 taps reads 2x2 different pixels. The
+parity of the row and that of the column say which pixels, and which taps are added up:
 
     row 2 i        w[0] x[i - 1] + (w[1] + w[2]) x[i]
     row 2 i + 1                    (w[0] + w[1]) x[i] + w[2] x[i + 1]         columns likewise
 
-That is four filters of 2x2 taps with 4/9 of the products, one for each kind of pixel. The input
-gradient is the same sum from the other side: a small pixel is read by 4x4 pixels of the large
-image, with the 16 filters.
+So there are four filters of 2x2 taps, one for each pair of parities, with 4/9 of the products. In
+the input gradient 4x4 pixels of the large image contribute to a small pixel, with the 16 filters.
 
-A tile is 256 pixels of the small image's size (or 128, or 64): pixels of one kind, or in the input
-gradient small ones. A block of pixels, 64 channels of a tile and of one row more, is moved by a
-column and serves two taps, whose filters lie beside it in the ring; otherwise as in `tile_mma`.
-The other channels of the large image have their nine taps, in blocks of pixels of one kind as well:
-the rows above and below a pixel are of the other parity and come in one block, its own in another.
+A tile has 256 pixels (or 128, or 64): large pixels of one pair of parities, or in the input
+gradient small pixels. A block of pixels has 64 channels of a tile and of one more row, moved by a
+column. It serves two taps, whose filters are stored with it in the ring; otherwise the kernel works
+as `tile_mma`. The other channels of the large image have nine taps, in blocks of pixels of one
+parity too: the rows above and below a pixel have the other parity and are one block, its own row is
+another.
 """
 
 from collections.abc import Sequence
@@ -40,12 +40,12 @@ if SUPPORTED:
 TILES = (256, 128, 64)  # pixels
 
 _WIDTHS = (4, 8, 16, 32)  # pixels of a row of the small image
-_MOST_IMAGES = 8  # of a tile; of 16 the epilogue of an input gradient has too few registers
+_MOST_IMAGES = 8  # of a tile; with 16 an input gradient's epilogue has too few registers
 _MOST_BLOCKS = 6  # in shared memory
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why it cannot be done; `spec` is of the large image."""
+    """Why this kernel cannot compute it, or None; `spec` is of the large image."""
     if reason := missing(gpu, spec.itemsize):
         return reason
     if odd := [c for c in (spec.k, spec.c, spec.first or 0) if c % 64]:
@@ -57,14 +57,14 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
 
 
 def tiles(spec: ConvSpec) -> list[int]:
-    """Pixels of those with which `forward` and `input_grad` can do it."""
+    """Pixels of the tiles that `forward` and `input_grad` can use."""
     cuts = {pixels: cut(pixels, spec.h // 2, spec.w // 2) for pixels in TILES}
     return [pixels for pixels, found in cuts.items() if found and found[1] <= _MOST_IMAGES]
 
 
 def blocks_of(pixels: int, width: int, shared_memory: int) -> int:
-    """Of a tile with rows of `width`, with two filters each, that shared memory holds beside two
-    tiles of the result."""
+    """Blocks, each with two filters, that fit shared memory with two tiles of the result. The rows
+    of a tile have `width` pixels."""
     left = shared_memory - BESIDE_BUFFERS - 2 * pixels * 128
     return min(_MOST_BLOCKS, left // ((pixels + width + 2 * 64) * 128))
 
