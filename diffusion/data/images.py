@@ -256,12 +256,17 @@ class Decoder:
 
 
 def enlarged_note(smaller: Sequence[tuple[int, int]], total: int, size: tuple[int, int]) -> str:
-    """A line on images that were smaller than they are wanted."""
+    """A line on images that were smaller than they are wanted, of `total` that could be decoded."""
     height, width = min(smaller, key=math.prod)
+    wanted, had = f"{size[0]}x{size[1]}", f"{height}x{width}"
+    if len(smaller) == 1:
+        return (
+            f"1 of {total} images is smaller than {wanted} and was enlarged from {had}, which makes"
+            " it soft; give a smaller size, or leave it out"
+        )
     return (
-        f"{len(smaller)} of {total} images are smaller than {size[0]}x{size[1]} and were enlarged,"
-        f" the smallest from {height}x{width}, which makes them soft; give a smaller size, or leave"
-        " them out"
+        f"{len(smaller)} of {total} images are smaller than {wanted} and were enlarged, the"
+        f" smallest from {had}, which makes them soft; give a smaller size, or leave them out"
     )
 
 
@@ -361,6 +366,6 @@ def set_of(
         None if files.labels is None else torch.tensor(labels),
         files.class_names,
         name=files.path.name,
-        notes=(enlarged_note(small, len(decoder), decoder.size),) if small else (),
+        notes=(enlarged_note(small, len(labels), decoder.size),) if small else (),
         **more,
     )

@@ -94,7 +94,8 @@ def prepare(
     if skipped and files is not None:
         print(f"note: {skipped_note(files, skipped)}", file=sys.stderr)
     if smaller:
-        print(f"note: {enlarged_note(smaller, len(source), source.image_size)}", file=sys.stderr)
+        said = enlarged_note(smaller, len(source) - len(skipped), source.image_size)
+        print(f"note: {said}", file=sys.stderr)
     labelled = source.labels is not None and path.suffix == ".bin"
     note = "; the labels are left out: .bin has none" if labelled else ""
     if begun and begun[0]:

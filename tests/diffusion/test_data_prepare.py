@@ -94,6 +94,17 @@ def test_enlarging_is_said(photos):
     assert load_dataset("folder", path=photos / "photos", size=[10, 8]).notes == ()
 
 
+def test_an_enlarged_image_is_one_of_those_that_were_read(photos):
+    """Beside one that cannot be decoded; both say the same."""
+    Image.new("RGB", (12, 9)).save(photos / "photos" / "cats" / "small.png")
+    (photos / "photos" / "cats" / "broken.png").write_bytes(b"no image")
+    code, _, err = prepare(photos, "src=photos", "out=a.packed", "size=10")
+    expected = "1 of 7 images is smaller than 10x10 and was enlarged from 9x12, which makes it soft"
+    assert code == 0 and f"note: {expected}" in err
+    (note,) = load_dataset("folder", path=photos / "photos", size=10).notes
+    assert note.startswith(expected)
+
+
 # --- by parts -------------------------------------------------------------------------------------
 
 
