@@ -70,6 +70,8 @@ def _norm(d, node, dy):
     """All of a norm: its table and its moments send nothing themselves."""
     xs, table = node.many("x"), node.inputs["table"]
     made = d.producers[table]
+    if made.op != "norm_table":
+        return _pass_of_rows(d, node, made, dy)
     film = {r: made.inputs[r] for r in ("weight", "bias", "scale", "shift") if r in made.inputs}
     if not any(value in d.needed for value in (*xs, *film.values())):
         return
@@ -95,6 +97,38 @@ def _norm(d, node, dy):
         d.send(value, lambda role=role: second.outputs[role])
     inputs = {"dz": dz, **several, "coeff": second.outputs["coeff"]}
     d.send_each("norm_dx", inputs, {f"dx{i}": x for i, x in enumerate(xs, 1)})
+
+
+def _pass_of_rows(d, node, table, dy):
+    """act(x g + b): of g and b the sums that a norm's table would have the gradients of."""
+    (x,), (_, gain, offset) = node.many("x"), table.many("x")
+    if d.needed.isdisjoint((x, gain, offset)):
+        return
+    (n, _, c), exact = table.out.shape, table.out.dtype
+    first = d.graph.node(
+        "norm_act_grad",
+        {"da": dy, "x0": x, "table": table.out},
+        {"dz": (dy.shape, dy.dtype), "partials": ((n, 1, 2, c), exact)},
+        activation=node.attrs["activation"],
+    )
+    dz, partials = first.outputs.values()
+
+    def row(of: Value, at: int) -> Value:
+        sums = d.make("sum", {"x": partials}, partials, (n, 2, c), axes=(1,))
+        return d.make("slice", {"x": sums}, of, axis=1, start=at, stop=at + 1)
+
+    d.send(gain, lambda: row(gain, 1))
+    d.send(offset, lambda: row(offset, 0))
+
+    def dx() -> Value:
+        factor = gain
+        if gain.dtype != dy.dtype:
+            factor = d.make("cast", {"x": gain}, gain, dtype=dy.dtype)
+        shape = (n, *(1 for _ in dy.shape[1:-1]), c)
+        factor = d.make("reshape", {"x": factor}, factor, shape)
+        return d.make("mul", {"a": dz, "b": factor}, x)
+
+    d.send(x, dx)
 
 
 @gradient("attention")

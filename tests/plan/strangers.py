@@ -243,6 +243,30 @@ class Magnitudes(nn.Module):
 add("magnitudes", lambda: Magnitudes(16), (2, 3, 8, 12))
 
 
+class Embedded(nn.Module):
+    """Whose images are multiplied with an embedding where no norm is: as EDM2's blocks, between
+    two activations, and as Stable Cascade's."""
+
+    def __init__(self, c: int, emb: int) -> None:
+        super().__init__()
+        sizes = (3, c), (c, c), (c, c), (c, 3)
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, padding=1) for a, b in sizes)
+        self.gain = nn.Linear(emb, c)
+        self.films = nn.ModuleList(nn.Linear(emb, 2 * c) for _ in range(2))
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        first, second, third, last = self.convs
+        gain = self.gain(emb)[:, :, None, None] + 1
+        (a, b), (c, d) = (film(emb)[:, :, None, None].chunk(2, dim=1) for film in self.films)
+        y = first(x)
+        y = F.silu(y * gain.to(y.dtype))
+        y = F.gelu(second(y) * (1 + a) + b)
+        return last(third(y) * (1 + c) + d)
+
+
+add("products with an embedding", lambda: Embedded(16, 6), (2, 3, 8, 12), (2, 6))
+
+
 @stranger
 def residual_network():
     begin = nn.Conv2d(3, 16, 7, 2, 3), nn.MaxPool2d(3, 2, 1)

@@ -26,7 +26,7 @@ from tests.diffusion.diffusers_models import ours
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
 from tests.plan.random_networks import networks
-from tests.plan.strangers import Normed
+from tests.plan.strangers import Embedded, Normed
 from triton_kernels import fused_ops
 from triton_kernels.registry.chips import chip
 
@@ -246,6 +246,8 @@ def test_every_row_is_used_by_the_networks(trains, products_on_small_images):
     rows = (torch.randn(2, 3, 8),)
     plans += plan(*crossing, trains=trains), plan(layers, rows, trains=trains)
     plans += (plan(Gated(8), rows, trains=trains),)
+    given = torch.randn(2, 3, 8, 12), torch.randn(2, 6)
+    plans += (plan(Embedded(16, 6), given, trains=trains),)
     with torch.autocast("cpu", torch.bfloat16):
         normed = Normed(), (torch.randn(2, 3, 4, 6), torch.tensor([3.0, 400.0]))
         plans += (plan(*normed, trains=trains),)
