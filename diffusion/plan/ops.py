@@ -5,8 +5,8 @@ FORWARD = {
     "conv": "x [N, H, W, CI] * weight [CO, CI, R, S] + bias; stride, padding (y0, y1, x0, x1)",
     "linear": "x [..., CI] weight [CO, CI]^T + bias: over images, a convolution with 1x1 filters",
     "group_norm": "act(((x - mean) rstd weight + bias) (1 + scale) + shift), x [N, ..., C]",
-    "channel_norm": "act((factor norm(x) weight + bias) (1 + scale) + shift), over the last axis; "
-    "fused, + residual",
+    "channel_norm": "act((factor norm(x) weight + bias) (1 + scale) + shift), over the last axis, "
+    "or, `of_filters`, over all but the first; fused, + residual",
     "act": "activation(x)",
     "gated": "h act(g), where h and g are the halves of x [..., 2C], and `gate` says which is g",
     "attention": "softmax(q k^T scale) v of each head, of `PARTS`, over keys of a mask; its state",

@@ -26,7 +26,7 @@ from tests.diffusion.diffusers_models import ours
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
 from tests.plan.random_networks import networks
-from tests.plan.strangers import Embedded, Normed
+from tests.plan.strangers import Embedded, Magnitudes, Normed
 from triton_kernels import fused_ops
 from triton_kernels.registry.chips import chip
 
@@ -251,6 +251,7 @@ def test_every_row_is_used_by_the_networks(trains, products_on_small_images):
     with torch.autocast("cpu", torch.bfloat16):
         normed = Normed(), (torch.randn(2, 3, 4, 6), torch.tensor([3.0, 400.0]))
         plans += (plan(*normed, trains=trains),)
+        plans += (plan(Magnitudes(16), (torch.randn(2, 3, 8, 12),), trains=trains),)
     why = [reason for p in plans for reasons in p.graph.why.values() for reason in reasons]
     mode = "train" if trains else "sample"
     rows = PREPARING + FORWARD_ROWS + (BACKWARD_ROWS if trains else ())

@@ -13,7 +13,7 @@ from .norms import (
     skip_dx,
     two_summands,
 )
-from .parameter_grads import bias_sums, exact_weight_grad
+from .parameter_grads import bias_sums, exact_weight_grad, exact_weight_grad_of_norm
 from .resampled import halved, pool_grad, pooled_dx, small_input_grad, small_plain_grad
 from .rewrite import Row
 
@@ -76,6 +76,10 @@ BACKWARD_ROWS = (
         "5.3 % of a step of 32 images, 6.0 of 128 (H100)"
     ),
     Row("gradients of weights in float32", ("cast",), exact_weight_grad, "not rounded twice"),
+    Row(
+        "gradients of normed filters in float32", ("channel_norm_grad",), exact_weight_grad_of_norm,
+        "one copy of the filters of a step of EDM2, and not rounded twice", ("train",)
+    ),
     Row(
         "coefficients in the launch of dx", NORM_DX, coefficients,
         "0.85 % of a step of 32 images, 0.6 of 128", ("step",)

@@ -32,6 +32,18 @@ def exact_weight_grad(f: Fusing, node: Node) -> Value | None:
     return node.out
 
 
+def exact_weight_grad_of_norm(f: Fusing, node: Node) -> Value | None:
+    """Likewise of filters that a norm has made of a parameter in 32 bits"""
+    dw, dtype = node.inputs["dy"], node.inputs["x"].dtype
+    product = f.maker(dw, *WEIGHT_GRADS)
+    if product is None or dw.dtype == dtype or f.reader(dw, "channel_norm_grad") is not node:
+        return None
+    node.inputs["dy"] = f.graph.value(dw.name, dw.shape, dtype)
+    f.write(product, node.inputs["dy"])
+    f.take(node)
+    return node.out
+
+
 def bias_sums(f: Fusing, node: Node) -> Value | None:
     """Gradients of biases are added up together, behind all others"""
     rows = node.inputs["x"]

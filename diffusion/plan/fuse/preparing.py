@@ -171,6 +171,24 @@ def _row_of_table(f: Fusing, before: Node, value: Value, shape: tuple[int, ...])
     return value
 
 
+def _norm_of_filters(f: Fusing, node: Node) -> Value | None:
+    """norm(W), over all axes but the first, reads filters as they lie, and writes them as products
+    read them"""
+    before = f.maker(node.inputs["x"], "reshape")
+    behind = f.reader(node.out, "reshape")
+    if before is None or behind is None or set(node.inputs) != {"x"}:
+        return None
+    w = before.inputs["x"]
+    if len(w.shape) != 4 or behind.out.shape != w.shape or w.shape[2:] == (1, 1):
+        return None
+    if node.out.shape != (w.shape[0], w.numel // w.shape[0]):
+        return None
+    node.inputs["x"] = w
+    node.attrs = node.attrs | {"of_filters": True}
+    f.write(node, behind.out, behind)
+    return node.out
+
+
 PREPARING = (
     Row(
         "q, k and v are one product", ("attention",), _packed_qkv,
@@ -191,6 +209,10 @@ PREPARING = (
     Row(
         "sums before upsampling", ("moments",), _moments_of_upsampled,
         "0.2 % of a pass of 32 images; upsampling in the norm's pass needs it",
+    ),
+    Row(
+        "filters are normed as they lie", ("channel_norm",), _norm_of_filters,
+        "up to six copies of the filters of a step of EDM2", WHEN
     ),
     Row(
         "an embedding's products in the activation's pass", ("act", "add"), _pass_of_an_embedding,

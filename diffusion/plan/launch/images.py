@@ -9,7 +9,7 @@ from triton_kernels.reference import fused
 from triton_kernels.registry.spec import MOST_CHANNELS
 
 from .pytorch import copy_all, order_of_kernels
-from .table import by_pytorch, image, launches
+from .table import by_pytorch, filters, image, launches
 
 _ROW = 64  # numbers of a row of parameters that are rounded
 HALF = (2, 2)  # pixels of a block, which the kernels have; PyTorch computes other blocks
@@ -124,23 +124,50 @@ _OF_NORM = ("weight", "bias", "scale", "shift")
 
 def _of_channels(run, node):
     """The kernels for norms of so many channels."""
-    return run.kernels if node.inputs["x"].shape[-1] <= MOST_CHANNELS else fused
+    x = node.inputs["x"]
+    channels = x.numel // x.shape[0] if node.attrs.get("of_filters") else x.shape[-1]
+    return run.kernels if channels <= MOST_CHANNELS else fused
+
+
+def _in_rows(x: Tensor, like: Tensor) -> Tensor:
+    """Filters [CO, CI, R, S] as [CO, -1], in the order in which those of `like` lie."""
+    return (x.permute(0, 2, 3, 1) if _is_as_read(like) else x).flatten(1).contiguous()
+
+
+def _of_rows(rows: Tensor, like: Tensor) -> Tensor:
+    """The way back."""
+    co, ci, *size = like.shape
+    if _is_as_read(like):
+        return rows.view(co, *size, ci).permute(0, 3, 1, 2)
+    return rows.view(like.shape)
+
+
+def _is_as_read(x: Tensor) -> bool:
+    """Whether filters lie in memory as kernels read them, so that nothing has to be copied."""
+    return x.is_contiguous(memory_format=torch.channels_last)
 
 
 @launches("channel_norm")
 def _channel_norm(run, node, given):
-    params = tuple(given.get(role) for role in _OF_NORM)
-    options = {"dtype": node.out.dtype, "residual": given.get("residual")}
+    params, x = tuple(given.get(role) for role in _OF_NORM), given["x"]
+    options = {"dtype": node.out.dtype, "residual": given.get("residual")} | node.attrs
     made = _of_channels(run, node).channel_norm_forward
-    return {"y": made(given["x"].contiguous(), params, **options, **node.attrs)}
+    if options.pop("of_filters", False):
+        return {"y": filters(_of_rows(made(_in_rows(x, x), params, **options), x))}
+    return {"y": made(x.contiguous(), params, **options)}
 
 
 @launches("channel_norm_grad")
 def _channel_norm_grad(run, node, given):
-    x, params = given["x"].contiguous(), tuple(given.get(role) for role in _OF_NORM)
+    x, dy, params = given["x"], given["dy"], tuple(given.get(role) for role in _OF_NORM)
     needed = tuple(role in node.outputs for role in ("x", *_OF_NORM))
     kept = {role: run.rows_of(node, role) for role in ("rows", "sums")}
     options = node.attrs | {"add": given.get("add")} | kept
     made = _of_channels(run, node).channel_norm_backward
-    made = made(given["dy"].contiguous(), x, params, needed, **options)
+    if options.pop("of_filters", False):
+        add = options["add"]
+        options["add"] = None if add is None else _in_rows(add, x)
+        dx, *_ = made(_in_rows(dy, x), _in_rows(x, x), params, needed, **options)
+        return {"x": _of_rows(dx, x)}
+    made = made(dy.contiguous(), x.contiguous(), params, needed, **options)
     return dict(zip(("x", *_OF_NORM, *kept), made, strict=True))
