@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+import tests.plan.repositories  # noqa: F401  whose modules are among these
 from diffusion import accelerate
 from tests.plan.compare import compare
 from tests.plan.strangers import STRANGERS
