@@ -10,7 +10,7 @@ behind, so it hardly ever does. The last one at a block takes its sum and writes
 - Two warpgroups multiply. The products for dk and dq of a block run beside the exponentials of the
   next one.
 - Three warps beside them load, wait for flags, and set flags: none of this takes their time.
-- A kernel in front makes delta = sum_c o do, and flags that are zero.
+- An earlier kernel computes delta = sum_c o do, and sets all flags to zero.
 
 Programs of a head wait for each other, so all of them have to be on the GPU at a time. They begin
 in the order of their numbers: those of the first head that is not done are there if a head has no

@@ -1,17 +1,17 @@
-"""A convolution that makes what it reads, act(norm(x)), where a kernel can do that on the way.
+"""A convolution that computes its input, act(norm(x)), in the same launch.
 
     y = conv(act(z)) + bias + emb + residual + 1x1 convolutions of other tensors
     z = (x - mean) rstd g + b                                   of partials, as in `norm.tables`
 
-For what wants y alone: act(z) is nowhere in memory afterwards, which spares a pass that reads and
-writes as much as the convolution does, and the launch of its table. The kernel is the one that
-fetches each pixel once, `conv.hopper.stationary_weights`. Warpgroups make act(z) of rows of pixels
-in shared memory while others multiply; or those that multiply do, between two tiles, of the rows
-that are new to them. A configuration says which, and whether the norm's table is of a launch in
-front.
+It is for callers that need only y: act(z) is never in memory, which saves a pass that reads and
+writes as much as the convolution, and the launch of its table. The kernel is
+`conv.hopper.stationary_weights`, which fetches each pixel once. Some warpgroups compute act(z) of
+rows of pixels in shared memory while others multiply; or those that multiply compute it between two
+tiles, for the rows that are new. A configuration says which, and whether an earlier launch computes
+the norm's table.
 
-Tensors of which 1x1 convolutions are added may be half as large in both directions: these are
-upsampled on the way.
+The inputs of the added 1x1 convolutions may have half the height and width: the kernel then
+upsamples them.
 """
 
 from typing import Any, NamedTuple
@@ -29,23 +29,23 @@ from .fused_spec import Terms, forward_spec
 from .hopper import row_mma
 from .hopper.operands import Norm, Operands
 
-_LEAST_TILES, _MOST_TILES = 4, 64  # of an image, whose sums a warp loads at once
+_LEAST_TILES, _MOST_TILES = 4, 64  # of an image: a warp loads their sums at once
 
 
 @configures("stationary_weights")
 class NormConv(NamedTuple):
-    """Tiles, and how act(norm(x)) is made."""
+    """The tile, and how act(norm(x)) is computed."""
 
     block_m: int  # pixels of a tile
-    producers: int  # warpgroups that do nothing else; 0: those that multiply do it
-    table: bool  # whether the norm's table is of an earlier launch
+    producers: int  # warpgroups that only compute act(norm(x)); 0: those that multiply do it
+    table: bool  # an earlier launch computes the norm's table
 
 
 def _refuse_sums(spec: ConvSpec) -> str | None:
-    """Why a warpgroup cannot make slopes and offsets of these partial sums."""
+    """Why a warpgroup cannot compute slopes and offsets from these partial sums, or None."""
     if spec.n == 0:
         return "there are no images"
-    if spec.groups is None:  # it is asked about the convolution alone
+    if spec.groups is None:  # the spec has no norm
         return None
     group = spec.k // spec.groups
     if 8 % group:
@@ -62,11 +62,11 @@ def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
 
 
 def _configs(spec: ConvSpec, gpu: Device) -> list[NormConv]:
-    """The first as was fastest of 16 images of 64x64, or of 64."""
+    """The first is the one that was fastest with 16 images of 64x64, or with 64."""
     many = (2 if spec.residual and not spec.extra else 0), True
     forms = dict.fromkeys([many, (1, False)] if _is_many(spec, gpu) else [(1, False), many])
     found = [NormConv(row_mma.STATIONARY_TILE.block_m, *form) for form in forms]
-    if not spec.extra:  # tiles of four rows leave no registers to those who only make them
+    if not spec.extra:  # with tiles of four rows, producers would have too few registers
         found += [
             NormConv(row_mma.STATIONARY_TILE_OF_4.block_m, 0, table) for table in (False, True)
         ]
@@ -103,7 +103,7 @@ def norm_conv(
     config: NormConv | None = None,
     **terms: Any,  # of `Terms`, where tensors of `extra` may have half of the rows and columns
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
-    """conv(act(norm(x))) + bias + the terms, and its partials, as `conv_forward` leaves them."""
+    """conv(act(norm(x))) + bias + the terms, and its partial sums, as in `conv_forward`."""
     check_activation(activation)
     n, h, w, ci = x.shape
     co = weight.shape[0]

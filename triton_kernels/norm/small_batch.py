@@ -2,10 +2,10 @@
 
     z = (x - mean) rstd g + b,   a = act(z)
 
-At batch 1 a program of few channels and many pixels has the fewest partial sums to read beside its
-pixels. It has whole groups, whatever their size, so that sums lie as the channels do; it asks for
-all of its pixels and sums at once, which is one trip to memory. Of many images, whose pixels are
-most of what is read, blocks of channels by more pixels are faster (`norm_of_sums`).
+At batch 1 a program with few channels and many pixels reads the fewest partial sums per pixel. It
+has whole groups of any size, so sums and channels have the same lanes. It loads all of its pixels
+and sums at once, in one round trip to memory. With many images most of what is read are pixels, and
+blocks of channels by more pixels are faster (`norm_of_sums`).
 """
 
 from typing import NamedTuple
@@ -43,7 +43,7 @@ def load_sums(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The two numbers of every tile, [BLOCK_K, L], and which of them there are."""
+    """The two sums of every tile, [BLOCK_K, L], and their mask."""
     offs_k = tl.arange(0, BLOCK_K)[:, None]
     mask = (offs_k < K) & mask_c[None, :]
     ptrs = partial_ptr + offs_k * (2 * C) + offs_c[None, :]
@@ -60,8 +60,8 @@ def about(
     pixels,
     K: tl.constexpr,
 ):
-    """What the tiles add to the variance of each channel, about this mean of its group, and how
-    far the mean of the channel is from it; both [L]."""
+    """The variance of each channel about the mean of its group, and the distance of the channel's
+    mean from that mean; both [L]."""
     per_tile = (pixels // K) * 1.0
     delta = tl.where(mask, sums * (1.0 / per_tile) - mean[None, :], 0.0)
     m2 = within * (1.0 / pixels) + delta * delta * (1.0 / K)
@@ -102,8 +102,8 @@ def _norm_small_batch_kernel(
     BLOCK_K2: tl.constexpr,
     TF32: tl.constexpr,  # products in TF32 read what is written to a
 ):
-    """A program has BLOCK_P pixels of BLOCK_G groups, and asks for these and for all partial sums
-    of the groups at once."""
+    """A program has BLOCK_P pixels of BLOCK_G groups, and loads them and all partial sums of the
+    groups at once."""
     begin_next()
     pid = tl.program_id(0)
     n = (pid // GB // PB).to(tl.int64)
@@ -120,7 +120,7 @@ def _norm_small_batch_kernel(
     first, second = mask_c & (offs_c < C1), mask_c & (offs_c >= C1)
     g, b = parameters(weight_ptr, bias_ptr, offs_c, mask_c)
     await_inputs()
-    # in this order: what is needed first is asked for last
+    # in this order: what is needed first is loaded last
     offs = (n * HW + offs_p)[:, None] * C1 + offs_c[None, :]
     if large_ptr is None:
         x = tl.load(x1_ptr + offs, mask=first[None, :] & mask_p, other=0.0)
@@ -140,12 +140,12 @@ def _norm_small_batch_kernel(
         x = tl.where(second[None, :], x2, x)
     g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
 
-    # each channel of a group has as many pixels as the others, so that all weigh the same
+    # all channels of a group have equally many pixels, so they have equal weights
     mean = tl.sum(sums1, 0) * (1.0 / pixels1)
     if x2_ptr is not None:
         mean += tl.sum(sums2, 0) * (1.0 / pixels2)
     mean = sum_of_lanes(mean, BLOCK_G, BLOCK_J) / CG
-    # Chan: about the mean, and what its sum has rounded off
+    # Chan: about the mean, and the rounding error of the mean
     var, rest = about(sums1, within1, mask1, mean, pixels1, K1)
     if x2_ptr is not None:
         var2, rest2 = about(sums2, within2, mask2, mean, pixels2, K2)
@@ -165,7 +165,7 @@ def _norm_small_batch_kernel(
 
 @configures("small_batch")
 class SmallBatch(NamedTuple):
-    """Its tile follows from the shape."""
+    """The shape alone decides the tile."""
 
 
 def _untimed(spec: NormSpec, gpu: Device) -> str | None:
@@ -213,8 +213,8 @@ def norm_small_batch(
 
 
 def _tile(n: int, hw: int, groups: int, cg: int, k: int, gpu: Device) -> tuple[int, int, int]:
-    """BLOCK_G, BLOCK_J and BLOCK_P, where there are k partial sums a channel: no more channels than
-    have few of them, and as few pixels as give half of the multiprocessors a program."""
+    """BLOCK_G, BLOCK_J and BLOCK_P for k partial sums per channel: so few channels that the program
+    loads few sums, and so few pixels that half of the multiprocessors have a program."""
     block_j = triton.next_power_of_2(cg)
     wanted = min(max(_LOADED // triton.next_power_of_2(k), 16), _LANES)
     block_g = max(min(wanted // block_j, triton.next_power_of_2(groups)), 1)

@@ -15,8 +15,8 @@ from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ...runtime.hardware import VECTOR
 
-_MOST_IMAGES = 16  # of a `covering_box`, each with sums of its own
-_WHOLE_ROW = 128  # pixels of a row that some tile of every list takes whole
+_MOST_IMAGES = 16  # of a `covering_box`, since each image has sums of its own
+_WHOLE_ROW = 128  # pixels of a row: every list of tiles has one that takes such a row whole
 
 
 def _boxes(block_m: int) -> list[tuple[int, int, int]]:
@@ -27,15 +27,15 @@ def _boxes(block_m: int) -> list[tuple[int, int, int]]:
 
 @lru_cache
 def pixel_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int]:
-    """[images, rows, columns], powers of two with product `block_m`, of which the fewest cover
-    [n, p, q]; among those the one with the longest rows."""
+    """The box [images, rows, columns], powers of two with product `block_m`, of which the fewest
+    cover [n, p, q]; of equal ones that with the longest rows."""
     return min(_boxes(block_m), key=lambda b: (count_boxes(b, n, p, q), -b[2], -b[1]))
 
 
 @lru_cache
 def image_box(block_m: int, n: int, p: int, q: int) -> tuple[int, int, int] | None:
-    """Such a box whose rows and columns divide those of an image, so that every box takes equally
-    many pixels, 16 or more, of each of its images; None if there is none."""
+    """The best such box whose rows and columns divide those of an image, so that every box has
+    equally many pixels, 16 or more, of each of its images; None if there is none."""
     boxes = [b for b in _boxes(block_m) if b[1] * b[2] >= 16 and p % b[1] == q % b[2] == 0]
     return min(boxes, key=lambda b: (count_boxes(b, n, p, q), -b[2], -b[1]), default=None)
 
@@ -48,14 +48,14 @@ def covering_box(
     q: int,
     even: bool,  # every box has equally many pixels of each of its images
 ) -> tuple[int, int, int] | None:
-    """Such a box of any image, which may reach over the edges, for kernels that sum over its pixels
-    of each image. An even box has sides that divide those of an image or reach over all of them;
-    None if there is none but those of a larger `block_m` are.
+    """The best such box for images of any size, for kernels that sum over the pixels of each image.
+    A box may reach over the edges of an image. The sides of an even box divide those of an image,
+    or cover it. None if there is no such box; a larger `block_m` may have one.
 
-    What lies outside an image is multiplied for nothing, and an image of a box costs its sums: as
+    Pixels outside of an image are multiplied in vain, and each image of a box costs its sums: as
     much as 8 pixels, which is a guess.
     """
-    # in rows that no tile takes whole, a small tile may have as many images as pixels
+    # if no tile takes a whole row, a small tile may have as many images as pixels
     most = block_m if q > _WHOLE_ROW and block_m <= 64 else _MOST_IMAGES
     boxes = [
         (images, h, w)
@@ -80,15 +80,15 @@ def boxes_of_image(box: tuple[int, int, int], p: int, q: int) -> int:
 
 
 def row_box(block_m: int, rows: int, p: int, q: int) -> tuple[int, int, int] | None:
-    """A box of one row that divides those of an image, for programs that take `rows` of them."""
+    """A box of one row, whose width divides an image's, for programs with `rows` rows; or None."""
     width = min(q & -q, block_m)
     return (block_m // width, 1, width) if width >= 16 and p % rows == 0 else None
 
 
 def spread_row_box(block_m: int, rows: int, p: int, q: int) -> tuple[int, int, int] | None:
-    """A box of every so many-th row of an image, whose columns divide its own: `rows` such boxes,
-    one row below the other, leave no gaps. Where an image has too few rows, one row of each of
-    several images."""
+    """A box of every `rows`-th row of an image, whose columns divide the image's: `rows` such
+    boxes, each one row below the other, leave no gaps. If an image has too few rows, one row of
+    each of several images; or None."""
     box = row_box(block_m, rows, p, q)
     if box is not None and p % (rows * box[0]) == 0:
         return 1, box[0], box[2]
@@ -97,10 +97,11 @@ def spread_row_box(block_m: int, rows: int, p: int, q: int) -> tuple[int, int, i
 
 @lru_cache
 def wgrad_box(block_m: int, n: int, p: int, q: int) -> tuple[tuple[int, int, int], bool]:
-    """Such a box of at most `block_m` pixels, and whether it is a run of successive pixels.
+    """A box of at most `block_m` pixels for a weight gradient, and whether its pixels are
+    successive.
 
-    The left operand of wgmma comes straight from shared memory only if its box is a matrix already.
-    So dy is read as [pixels, CO] where boxes are whole rows or images, and a single row otherwise.
+    wgmma reads its left operand from shared memory only if the box is a matrix. So dy is read as
+    [pixels, CO] if boxes are whole rows or images, and as a single row otherwise.
     """
     rows = block_m // q
     if q % block_m == 0 or n * p == 1:
@@ -124,7 +125,7 @@ def is_pointwise(weight: Tensor, padding: tuple[int, int]) -> bool:
 
 
 def as_one_row(x: Tensor) -> Tensor:
-    """[1, 1, N * H * W, C]: to a pointwise convolution all pixels are alike."""
+    """[1, 1, N * H * W, C]: a pointwise convolution treats all pixels alike."""
     return x.view(1, 1, x.numel() // x.shape[3], x.shape[3])
 
 
@@ -137,14 +138,15 @@ def by_parity(x: Tensor) -> Tensor:
 
 
 def in_boxes(x: Tensor, block_shape: list[int]) -> TensorDescriptor:
-    """A contiguous tensor of any rank, a box of it in its order of dimensions."""
+    """Descriptor of a contiguous tensor of any rank, with such boxes."""
     # not x.stride(), which may be anything where the size is 1
     strides = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
     return TensorDescriptor(x, list(x.shape), strides, block_shape)
 
 
 def pixels_in_boxes(x: Tensor, box: tuple[int, int, int], channels: int) -> TensorDescriptor:
-    """NHWC, a box of so many images, rows and columns; what `by_parity` gives, of one parity."""
+    """Descriptor of [N, H, W, C], in boxes of images, rows and columns; of a tensor of `by_parity`,
+    in boxes of one parity."""
     pixels = [*box[:2], 1, box[2]] if x.ndim == 5 else box
     return in_boxes(x, [*pixels, channels])
 
@@ -157,7 +159,7 @@ def weight_in_boxes(weight: Tensor, block_co: int, block_ci: int) -> TensorDescr
 
 
 def tile_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]:
-    """What a kernel of tiles [block_c, box] has to know when it is compiled, and how."""
+    """Constants and options of a kernel with tiles [block_c, box]."""
     return {
         "TILE_N": box[0],
         "TILE_H": box[1],
@@ -170,7 +172,7 @@ def tile_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]:
 
 
 def wgrad_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]:
-    """The same of a weight gradient, by tiles [block_co, block_ci]."""
+    """Constants and options of a weight gradient with tiles [block_co, block_ci]."""
     return {
         "TILE_N": box[0],
         "TILE_H": box[1],
@@ -183,7 +185,7 @@ def wgrad_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]
 
 
 def unfetchable(gpu: Device, itemsize: int, *channels: int) -> str | None:
-    """Why the TMA unit cannot fetch tensors of so many channels, or None."""
+    """Why the TMA unit cannot fetch tensors with these numbers of channels, or None."""
     if not gpu.tma:
         return "the GPU has no TMA unit, which fetches its tiles"
     if odd := [c for c in channels if c * itemsize % VECTOR]:
@@ -192,7 +194,7 @@ def unfetchable(gpu: Device, itemsize: int, *channels: int) -> str | None:
 
 
 def unaddressable(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why the TMA unit cannot fetch what a convolution reads and writes, or None."""
+    """Why the TMA unit cannot fetch and store the tensors of a convolution, or None."""
     if reason := unfetchable(gpu, spec.itemsize, spec.k, spec.c):
         return reason
     return None if spec.aligned else f"tensors do not begin at multiples of {VECTOR} bytes"
