@@ -61,6 +61,7 @@ _FILES = (
     "config.yaml",
 )
 _TIMESTEPS = "timesteps.safetensors"
+_NAMED = 8  # runs at most in a message
 _INTERVAL = {"start": int, "skipped": int, "loss": float, "seconds": float}  # of the log
 # whole numbers in state.json and the least they can be
 _COUNTS = {"step": 0, "images": 0, "skipped_steps": 0, "seed": 0, "dataset_size": 1}
@@ -134,9 +135,16 @@ def find_checkpoint(path: str | Path, others: str = "") -> Path:
     if found is None:
         raise ConfigError(
             f"{path} holds no checkpoint; expected a run's folder or RUN/checkpoints/step_NNNNNNNN"
-            f"{others}"
+            f"{others}{_runs_in(path)}"
         )
     return found
+
+
+def _runs_in(folder: Path) -> str:
+    """Which runs a folder has, such as that of a sweep."""
+    runs = [str(file.parent) for file in sorted(folder.glob("*/checkpoints"))]
+    more = ", ..." if len(runs) > _NAMED else ""
+    return f"; runs in it: {', '.join(runs[:_NAMED])}{more}" if runs else ""
 
 
 def read_state(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:

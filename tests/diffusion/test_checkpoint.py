@@ -74,7 +74,19 @@ def test_found_from_run_folder_and_from_itself(tmp_path):
 def test_missing_and_empty_are_named(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         ckpt.find_checkpoint(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
+    with pytest.raises(ConfigError, match="holds no checkpoint.*NNNNNNNN$"):
+        ckpt.find_checkpoint(tmp_path)
+
+
+def test_the_runs_of_a_folder_without_a_checkpoint_are_named(tmp_path):
+    for name in "bac":
+        save(tmp_path / name / "checkpoints", 5, flat_parameters())
+    runs = ", ".join(str(tmp_path / name) for name in "abc")
+    with pytest.raises(ConfigError, match=f"holds no checkpoint.*; runs in it: {runs}$"):
+        ckpt.find_checkpoint(tmp_path)
+    for i in range(9):
+        (tmp_path / f"d{i}" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="d4, ...$"):
         ckpt.find_checkpoint(tmp_path)
 
 
