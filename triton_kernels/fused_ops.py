@@ -68,7 +68,7 @@ from .norm.sums import activation_grad, tensor_partials
 from .norm.tables import norm_grad_table, norm_table
 from .reductions.column_sum import column_rows
 from .reductions.row_sums import RowSums, bias_grad, row_place
-from .resample.op import gather, spread, spread_add
+from .resample.op import gather, gather_sums, spread, spread_add
 
 OPS = {
     op.name: op
@@ -107,9 +107,11 @@ def attention_backward(
     return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, place)
 
 
-def avg_pool(x: Tensor, tf32: bool = False) -> Tensor:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
-    """2x2 means."""
-    return gather(x, 0.25, tf32)
+def avg_pool(
+    x: Tensor, sums: bool = False, tf32: bool = False
+) -> tuple[Tensor, Tensor | None]:  # [N, H, W, C] -> [N, H / 2, W / 2, C]
+    """(2x2 means; with `sums` their partials, float32 [N, K, 2, C], or None)"""
+    return gather_sums(x, 0.25, sums, tf32)
 
 
 def avg_pool_grad(

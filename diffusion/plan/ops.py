@@ -16,7 +16,7 @@ FORWARD = {
     "mul": "a b, likewise",
     "affine": "scale x + offset, both numbers",
     "upsample": "each pixel becomes a block of `factor` pixels",
-    "avg_pool": "means over blocks of `window` pixels",
+    "avg_pool": "means over blocks of `window` pixels; fused, their partials",
     "slice": "start to stop along an axis",
     "pad": "zeros before and behind, along each axis",
     "dropout": "x / (1 - p) where a draw says so, else 0; by `rng` and `layer`, or PyTorch's state",

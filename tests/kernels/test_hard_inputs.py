@@ -54,7 +54,7 @@ def test_group_norm(shape, groups, mean, deviation, path, device):
     check_norm(case, groups, "silu", function=group_norm, floors=floors)
 
 
-@pytest.mark.parametrize("stats", ["conv_forward", "tensor_partials"])
+@pytest.mark.parametrize("stats", ["conv_forward", "avg_pool", "tensor_partials"])
 def test_partials_of_a_large_mean(stats, device):
     """A result about 1e3 with a deviation of 1, whose partial sums are those of what is stored."""
     draw = draws(device=device)
@@ -65,6 +65,8 @@ def test_partials_of_a_large_mean(stats, device):
         y, partials = fused_ops.conv_forward(x, filters, bias, stats=True)
         exact = reference.conv2d(x.double(), filters.double(), bias.double())
         assert relative_error(y - 1e3, exact - 1e3) < PRODUCTS + 4 * 2**-24 * 1e3
+    elif stats == "avg_pool":
+        y, partials = fused_ops.avg_pool(x + 1e3, True)
     else:
         y = x + 1e3
         partials = fused_ops.tensor_partials(y)

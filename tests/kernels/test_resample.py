@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from triton_kernels import reference
+from triton_kernels.norm.sums import SUM_PROGRAMS, tensor_partials
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.resample import op as module
 from triton_kernels.resample.op import avg_pool2d, upsample_nearest2d
 
+from .norm_cases import assert_near, partials_of
 from .poison import poison_outputs
 
 OPS = [
@@ -74,6 +76,34 @@ def test_spread_with_another_gradient_and_sums(shape, dtype, device):
     torch.testing.assert_close(rows.double().sum(0), exact.sum((0, 1, 2)), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        pytest.param((2, 4, 6, 8), 1, id="one-tile"),
+        pytest.param((1, 32, 48, 40), 12, id="part-of-a-row, masked-second-block"),
+        pytest.param((64, 32, 34, 3), 2, id="rows-and-a-part"),
+        pytest.param((3, 7, 11, 5), 1, id="odd-sizes"),
+        pytest.param((1, 2, 2, 136), 1, id="one-pixel, masked-second-block"),
+        pytest.param((1, 62, 74, 7), 31, id="37-pixels-of-a-tile"),
+        pytest.param((1, 2, 1042, 20), 1, id="521-pixels-of-a-tile"),
+        pytest.param((0, 4, 4, 8), 1, id="empty-batch"),
+    ],
+)
+def test_sums_of_what_is_pooled(shape, tiles, dtype, device):
+    """Of the means as they are rounded, which are those that are pooled without sums."""
+    torch.manual_seed(0)
+    x = (torch.randn(shape, device=device) + 3).to(dtype)
+    y, partials = module.gather_sums(x, 0.25)
+    assert torch.equal(y, module.gather(x, 0.25))
+    assert partials.dtype == torch.float32
+    assert partials.shape == (shape[0], tiles, 2, shape[3])
+    assert partials.shape == tensor_partials(y, SUM_PROGRAMS).shape, (
+        "as of the pass that takes them"
+    )
+    assert_near("partials", partials, partials_of(y, tiles), floor=1e-6)
+
+
 def test_upsampling_one_pixel(device):
     x = torch.arange(3.0, device=device).view(1, 1, 1, 3)
     assert torch.equal(upsample_nearest2d(x), x.expand(1, 2, 2, 3))
@@ -108,3 +138,17 @@ def test_errors():
 def test_model_shapes(op, expected, shape, dtype, device):
     for _ in range(3):
         _check(op, expected, shape, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(64, 64, 64, 64), (32, 32, 32, 128), (1, 64, 64, 64), (3, 30, 34, 72)], ids=str
+)
+def test_sums_on_the_gpu(shape, dtype, device):
+    x = (torch.randn(shape, device=device) + 3).to(dtype)
+    y, partials = module.gather_sums(x, 0.25)
+    assert torch.equal(y, module.gather(x, 0.25))
+    assert_near("partials", partials, partials_of(y, partials.shape[1]), floor=1e-6)
+    for _ in range(3):
+        assert torch.equal(module.gather_sums(x, 0.25)[1], partials)

@@ -327,11 +327,13 @@ def test_rows_of_an_embedding_are_read_where_they_lie(trains):
 
 
 def test_sums_serve_every_norm_and_are_those_before_upsampling():
-    """The decoder's norms read partials that convolutions of the encoder have made."""
+    """The decoder's norms read partials that the encoder has made: convolutions, and the pooling in
+    front of its second level."""
     module, args, _ = network("ours: unet.cu's")
     made = plan(module, args)
-    # of the input of the network's second level, a mean of 2x2 pixels; of nothing else
-    assert made.graph.count()["moments"] == 1
+    assert "moments" not in made.graph.count()
+    (pool,) = [n for n in made.graph.nodes if n.op == "avg_pool"]
+    assert len(made.graph.consumers()[pool.outputs["partials"]]) == 2  # behind it, in the decoder
     tables = [n for n in made.graph.nodes if n.op == "norm" and len(n.many("x")) == 2]
     assert (16, 64) in [n.attrs["pixels"] for n in tables]
 
@@ -367,6 +369,26 @@ def test_a_convolution_of_stride_2_has_no_epilogue():
     net = nn.Sequential(nn.Conv2d(4, 4, 3, stride=2, padding=1), nn.GroupNorm(2, 4))
     counts = plan(net, (torch.randn(2, 4, 6, 6),)).graph.count()
     assert counts["conv"] == 1 and counts["moments"] == 1 and "conv_fused" not in counts
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    ("size", "window", "takes"), [((6, 8), 2, True), ((7, 8), 2, False), ((6, 9), 3, False)]
+)
+def test_means_leave_their_sums_for_a_norm(size, window, takes, trains):
+    """Where a kernel takes them: of 2x2 pixels, with no row or column left over."""
+    net = nn.Sequential(nn.AvgPool2d(window), nn.GroupNorm(2, 4)).double()
+    x = torch.randn(2, 4, *size, dtype=torch.float64)
+    assert agree(net, (x,)) < BUDGET
+    nodes = plan(net, (x,), trains=trains).graph
+    (pool,) = [n for n in nodes.nodes if n.op == "avg_pool"]
+    assert ("partials" in pool.outputs) == takes
+    assert nodes.count().get("moments", 0) == (not takes)
+
+
+def test_means_without_a_norm_have_no_sums():
+    nodes = plan(nn.AvgPool2d(2), (torch.randn(2, 4, 6, 8),)).graph.nodes
+    assert [list(n.outputs) for n in nodes if n.op == "avg_pool"] == [["y"]]
 
 
 @pytest.mark.parametrize("trains", [False, True])

@@ -26,11 +26,12 @@ from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
 from ..runtime.layout import check_nhwc, check_shape, row_stride
 from .coefficients import coefficients, load_table, normalised_and_dz, store_table
-from .pass_grid import PassGrid, channel_block, cut_evenly
+from .pass_grid import PassGrid, channel_block, cut_evenly, divisor_near
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
 _TILE = 4096  # elements
+SUM_PROGRAMS = 128  # that take the sums of a tensor, at least
 _PIXELS = 256  # of a chunk, about, in a large batch
 _MIN_PIXELS, _MIN_GRAD_PIXELS = 32, 16  # in a small one
 _FEW_CHUNKS = 8  # of an image, up to which the readers of dz add up its sums themselves
@@ -208,17 +209,22 @@ def _norm_grad_partials_kernel(
     tl.store(out_ptr + C, sum_over_pixels(acc_e, dy_ptr.dtype.element_ty), mask=mask_c)
 
 
+def chunks_of_image(n: int, pixels: int, c: int, programs: int = 1) -> int:
+    """K, where at least so many programs take the sums, if chunks of 32 pixels make them."""
+    few = triton.cdiv(programs, max(n, 1) * triton.cdiv(c, channel_block(c)))
+    wanted = max(triton.cdiv(pixels, _PIXELS), min(few, pixels // _MIN_PIXELS), 1)
+    return divisor_near(pixels, wanted)
+
+
 def tensor_partials(
     x: Tensor,  # [N, H, W, C]
-    programs: int = 1,  # at least so many, if chunks of 32 pixels make them
+    programs: int = 1,  # at least, as `chunks_of_image` says
 ) -> Tensor:  # float32 [N, K, 2, C]
     """The sum of x and of (x - mean)^2 over each chunk."""
     check_nhwc("x", x)
     n, h, w, c = x.shape
-    block_c = channel_block(c)
-    few = triton.cdiv(programs, max(n, 1) * triton.cdiv(c, block_c))
-    wanted = max(triton.cdiv(h * w, _PIXELS), min(few, h * w // _MIN_PIXELS))
-    grid = cut_evenly(n, h * w, c, 0, wanted, _TILE // block_c, block_c)
+    block_c, k = channel_block(c), chunks_of_image(n, h * w, c, programs)
+    grid = cut_evenly(n, h * w, c, 0, k, _TILE // block_c, block_c)
     return partials_of((x, None), grid, 4)
 
 

@@ -9,7 +9,9 @@ Up to the factor of 1/4 each is the other's adjoint, so two kernels make both fo
     spread   fine = factor * the coarse pixel      upsample forward (1), pool backward (1/4)
 
 An odd last row or column of F has no coarse pixel: pooling drops it, and its gradient is zero.
-A program handles BLOCK_Q by BLOCK_C of one coarse row; every element is read and written once.
+A program gathers BLOCK_P pixels of a coarse image, of BLOCK_C channels, or spreads BLOCK_Q of one
+coarse row; every element is read and written once. Behind pooling there is mostly a norm, for which
+a program also leaves the sums over its pixels (`norm.sums`).
 """
 
 from typing import NamedTuple
@@ -19,13 +21,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..norm.sums import SUM_PROGRAMS, chunks_of_image
 from ..reductions.row_sums import RowSums, row_place
+from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.layout import check_nhwc
 from ..runtime.library import derivative, once_differentiable, op
 from ..tf32 import as_operand
 
 _TILE = 2048  # coarse elements of a program: 16 a thread, loads of 16 bytes
+# Of one that leaves sums, whose pixels are many so that an image has few tiles: at most 32 a thread
+_SUMMED_TILE, _SUMMED_CHANNELS = 8192, 32
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
@@ -33,36 +39,50 @@ _empty = torch.empty  # tests put a function here that returns NaNs
 @triton.jit
 def _gather_kernel(
     fine_ptr,  # [N, H, W, C]
-    coarse_ptr,  # [N, H // 2, W // 2, C]
+    coarse_ptr,  # [N, P, Q, C]
+    partial_ptr,  # float32 [N, K, 2, C], of tiles of equal size, or None
     factor,
     H,
     W,
     C,
     P,
     Q,
-    QB,
+    pixels,  # of a tile, of which an image has K
+    K,
     CB,
-    BLOCK_Q: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
     TF32: tl.constexpr,  # products in TF32 read what is written
 ):
     await_inputs()
     pid = tl.program_id(0)
     offs_c = pid % CB * BLOCK_C + tl.arange(0, BLOCK_C)
-    offs_q = pid // CB % QB * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    row = (pid // CB // QB).to(tl.int64)  # n * P + p
-    mask = (offs_q < Q)[:, None] & (offs_c < C)[None, :]
+    offs_p = tl.arange(0, BLOCK_P)
+    first = pid // CB % K * pixels
+    n = (pid // CB // K).to(tl.int64)
+    mask_c = offs_c < C
+    mask = ((offs_p < pixels) & (offs_p < P * Q - first))[:, None] & mask_c[None, :]
 
-    upper_ptr = fine_ptr + (row // P * H + row % P * 2) * W * C
+    upper_ptr = fine_ptr + (n * H + first // Q * 2) * W * C
     lower_ptr = upper_ptr + W * C
-    offs = offs_q[:, None] * (2 * C) + offs_c[None, :]
+    column = first % Q + offs_p  # of the tile's first row, or beyond it
+    offs = (column // Q * W + column % Q)[:, None] * (2 * C) + offs_c[None, :]
     acc = tl.load(upper_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     acc += tl.load(upper_ptr + offs + C, mask=mask, other=0.0).to(tl.float32)
     acc += tl.load(lower_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     acc += tl.load(lower_ptr + offs + C, mask=mask, other=0.0).to(tl.float32)
     coarse = as_operand(acc * factor, coarse_ptr.dtype.element_ty, TF32)
-    offs = offs_q[:, None] * C + offs_c[None, :]
-    tl.store(coarse_ptr + row * Q * C + offs, coarse, mask=mask)
+    offs = offs_p[:, None] * C + offs_c[None, :]
+    tl.store(coarse_ptr + (n * P * Q + first) * C + offs, coarse, mask=mask)
+    if partial_ptr is not None:
+        value = coarse.to(tl.float32)  # as its readers see it; zero outside of the mask
+        total = sum_over_pixels(value, fine_ptr.dtype.element_ty)
+        # about the mean of the tile, since a difference of large sums would cancel
+        delta = tl.where(mask, value - (total / pixels)[None, :], 0.0)
+        m2 = sum_over_pixels(delta * delta, fine_ptr.dtype.element_ty)
+        partial_ptr += (pid // CB).to(tl.int64) * 2 * C
+        tl.store(partial_ptr + offs_c, total, mask=mask_c)
+        tl.store(partial_ptr + C + offs_c, m2, mask=mask_c)
 
 
 @triton.jit
@@ -143,14 +163,34 @@ def gather(
     tf32: bool = False,
 ) -> Tensor:  # [N, H // 2, W // 2, C]
     """factor * the sum over each 2x2 block; float32 of `tf32` is rounded to TF32."""
+    return gather_sums(fine, factor, False, tf32)[0]
+
+
+def gather_sums(
+    fine: Tensor,  # [N, H, W, C]
+    factor: float,
+    sums: bool = True,
+    tf32: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # [N, P, Q, C] with P = H // 2, Q = W // 2; and its partials
+    """`gather`, and for each of K tiles of P Q / K pixels the sum and that of the squares about the
+    mean, float32 [N, K, 2, C], of what is written; or None."""
     n, h, w, c = fine.shape
-    coarse = _empty((n, h // 2, w // 2, c), dtype=fine.dtype, device=fine.device)
-    grid = _cut(w // 2, c)
-    _gather_kernel[(n * (h // 2) * grid.qb * grid.cb,)](
-        fine, coarse, factor, h, w, c, h // 2, w // 2, *grid, tf32,
-        **overlapping(fine.device, n * h * w),
+    p, q = h // 2, w // 2
+    coarse = _empty((n, p, q, c), dtype=fine.dtype, device=fine.device)
+    k, cb, block_p, block_c = _cut(p * q, c)
+    pixels, partials = block_p, None
+    if sums:
+        k = chunks_of_image(n, p * q, c, SUM_PROGRAMS)
+        pixels = p * q // k
+        block_p = triton.next_power_of_2(pixels)
+        block_c = min(block_c, _SUMMED_CHANNELS, max(_SUMMED_TILE // block_p, 1))
+        cb = triton.cdiv(c, block_c)
+        partials = _empty((n, k, 2, c), dtype=torch.float32, device=fine.device)
+    _gather_kernel[(n * k * cb,)](
+        fine, coarse, partials, factor, h, w, c, p, q, pixels, k, cb, block_p, block_c, tf32,
+        num_warps=8 if block_p * block_c > _TILE else 4, **overlapping(fine.device, n * h * w),
     )  # fmt: skip
-    return coarse
+    return coarse, partials
 
 
 def spread(

@@ -1,7 +1,7 @@
 """Rows of epilogues: what a launch adds, and which sums it takes, while it writes."""
 
 from ..graph import Node, Value
-from .rewrite import Fusing
+from .rewrite import HALF, Fusing
 
 
 def has_epilogue(f: Fusing, node: Node | None) -> bool:
@@ -123,11 +123,18 @@ def terms_together(f: Fusing, node: Node) -> Value | None:
 
 
 def partials(f: Fusing, node: Node) -> Value | None:
-    """The sums of a convolution's result, taken while it is written"""
-    conv = f.maker(node.inputs["x"], "conv", "linear", "conv_fused")
-    if not has_epilogue(f, conv) or "partials" in conv.outputs:
+    """The sums of a convolution's result, or of 2x2 means, taken while it is written"""
+    maker = f.maker(node.inputs["x"], "conv", "linear", "conv_fused", "avg_pool")
+    if maker is None or "partials" in maker.outputs:
         return None
-    becomes_fused(conv)
-    conv.outputs["partials"] = node.out
-    f.take(conv, node)
-    return conv.out
+    if maker.op == "avg_pool":
+        _, h, w, _ = maker.inputs["x"].shape
+        if maker.attrs["window"] != HALF or h % 2 or w % 2:
+            return None  # PyTorch takes these means
+    elif has_epilogue(f, maker):
+        becomes_fused(maker)
+    else:
+        return None
+    maker.outputs["partials"] = node.out
+    f.take(maker, node)
+    return maker.out

@@ -67,10 +67,17 @@ def avg_pool(j: Joining, node: Node) -> None:
     if node.attrs["window"] != (2, 2):
         return j.other(node)
     even = x.shape[1] % 2 == x.shape[2] % 2 == 0  # else a row or column is in no mean
-    if even and x in j.parts:
+    in_parts = even and x in j.parts
+    waits = even and n <= _POOLED_IMAGES and j.reads_whole(n * h * w * c, h * w)
+    if "partials" in node.outputs:
+        norms = j.readers(node.outputs["partials"])
+        whole = all(j.reads_whole(norm.out.numel, h * w) for norm in norms)
+        if in_parts or waits or whole:  # nobody takes them, or wants them
+            j.measured[node.outputs.pop("partials")] = node.out
+    if in_parts:
         return _resample_parts(j, node)
     j.need(x)
-    if not even or n > _POOLED_IMAGES or not j.reads_whole(n * h * w * c, h * w):
-        j.keep(node)
-        return None
-    return j.put_off(node)
+    if waits:
+        return j.put_off(node)
+    j.keep(node)
+    return None

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from triton_kernels.conv.upsampled import UpsampledFilters
+from triton_kernels.norm.sums import SUM_PROGRAMS
 from triton_kernels.norm.tables import Statistics
 
 from ..graph import Node, many
 from ..ops import SUMS_OF_NORM
 from ..streams import rounded
 from .table import Inputs, Launcher, filters, image, images, launches, mask_of
-
-_SUM_PROGRAMS = 128  # that take the sums of a tensor, at least
 
 
 def film(given: Inputs) -> dict[str, Tensor]:
@@ -34,7 +33,7 @@ def statistics(node: Node, given: Inputs, prefix: str = "") -> Statistics:
 
 @launches("moments")
 def _moments(run, node, given):
-    return run.kernels.tensor_partials(image(given["x"]).contiguous(), _SUM_PROGRAMS)
+    return run.kernels.tensor_partials(image(given["x"]).contiguous(), SUM_PROGRAMS)
 
 
 @launches("norm_table")

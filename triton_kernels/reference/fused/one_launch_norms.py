@@ -28,7 +28,7 @@ def norm_single_cta(
     below, norms and means are rounded to TF32."""
     keep |= not isinstance(x1, SplitConv)
     x1 = sum_parts(x1)[0] if isinstance(x1, SplitConv) else x1
-    x1 = avg_pool(x1, tf32) if pool else x1
+    x1 = avg_pool(x1, tf32=tf32)[0] if pool else x1
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     a = reference.group_norm(
         x, num_groups, weight, bias, eps=eps, activation=activation, scale=scale, shift=shift

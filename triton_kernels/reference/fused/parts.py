@@ -31,4 +31,4 @@ def resample_parts(split: SplitConv, up: bool, *, tf32: bool = False):
     """(the convolution that was in parts; it upsampled or its 2x2 means, which are rounded to TF32
     with `tf32`; its partials, or None)"""
     y, partials = sum_parts(split)
-    return y, upsample(y, tf32) if up else avg_pool(y, tf32), partials
+    return y, upsample(y, tf32) if up else avg_pool(y, tf32=tf32)[0], partials

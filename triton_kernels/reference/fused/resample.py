@@ -1,12 +1,13 @@
 """2x2 means and 2x2 blocks, and their gradients."""
 
 from ... import reference
-from .norms import operand
+from .norms import operand, tensor_partials
 
 
-def avg_pool(x, tf32=False):
-    """2x2 means."""
-    return operand(reference.avg_pool2d(x), tf32)
+def avg_pool(x, sums=False, tf32=False):
+    """(2x2 means; with `sums` their partials, or None)"""
+    y = operand(reference.avg_pool2d(x), tf32)
+    return y, tensor_partials(y) if sums else None
 
 
 def avg_pool_grad(dy, add=None, sums=False, tf32=False):
