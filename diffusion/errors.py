@@ -4,7 +4,7 @@ that memory is."""
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,11 @@ _NO_MEMORY = ("not enough memory", "can't allocate memory", "Storage size calcul
 class ConfigError(ValueError):
     """A setting, path or file is wrong. The message is one line: the value that was wrong and the
     values that are right. Entry points print it and exit with code 2."""
+
+
+def first_of(values: Sequence[object], most: int = 8) -> str:
+    """The first values, for a message, and whether there are more: "a, b, ..."."""
+    return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
 
 
 def lack_of_memory(error: BaseException | None) -> BaseException | None:

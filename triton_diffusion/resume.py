@@ -15,14 +15,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
-from diffusion.errors import ConfigError
+from diffusion.errors import ConfigError, first_of
 from diffusion.settings import NEUTRAL
 
 _CHOSEN = ("dataset", "model", "diffusion")  # groups of which each choice has settings of its own
 _MERGED = ("optim", "train")  # groups whose settings are always the same ones
 _PLACES = ("backend", "device")
 _SILENT = NEUTRAL - {"train.resume"}  # settings that say nothing of what is trained
-_NAMED = 8  # runs at most in a message
 
 
 def own_settings(arguments: Sequence[str], folders: Sequence[Path]) -> list[str]:
@@ -75,8 +74,7 @@ def _check_begun(run_dir: Path) -> None:
     others = [path for name, path in sorted(runs.items()) if name not in meant]
     hint = f"did you mean run_dir={runs[meant[0]]}? " if meant else ""
     if others:
-        more = ", ..." if len(others) > _NAMED else ""
-        hint += f"{'other ' * bool(meant)}runs: {', '.join(others[:_NAMED])}{more}; "
+        hint += f"{'other ' * bool(meant)}runs: {first_of(others)}; "
     raise ConfigError(
         f"run_dir={run_dir} has no run to resume; {hint}a new run needs a setting that says what to"
         " train, such as dataset=elephants"

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, first_of
 from ..runtime.host import free_memory
 from .context import Context
 from .given import GivenChannels, side_by_side
@@ -121,7 +121,7 @@ def nearest(value: str, valid: Sequence[str], most: int = 12) -> str:
     """The end of an error message: the closest valid name, and the valid names if they are few."""
     lower = {name.lower(): name for name in reversed(valid)}
     close = difflib.get_close_matches(value.lower(), lower, n=1, cutoff=0.0)
-    choices = ", ".join(valid[:most]) + (", ..." if len(valid) > most else "")
+    choices = first_of(valid, most)
     return f"did you mean {lower[close[0]]}? (one of {choices})" if close else f"one of {choices}"
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 
-from ..errors import ConfigError, is_of_system
+from ..errors import ConfigError, first_of, is_of_system
 from ..runtime.progress import Progress
 from .image_set import ImageSet, check_memory, parse_size
 
@@ -272,7 +272,7 @@ def enlarged_note(smaller: Sequence[tuple[int, int]], total: int, size: tuple[in
 
 def skipped_note(files: ImageFiles, skipped: Sequence[str]) -> str:
     """A line on images that could not be decoded."""
-    some = ", ".join(skipped[:20]) + (", ..." if len(skipped) > 20 else "")
+    some = first_of(skipped, 20)
     return f"{files.path}: skipped {len(skipped)} corrupt of {len(files.names)}: {some}"
 
 

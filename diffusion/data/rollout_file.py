@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, first_of
 
 Episode = tuple[np.ndarray, np.ndarray]  # observations [L, O], actions [L, A]
 
@@ -168,4 +168,4 @@ def _checked_flags(name: str, flags: np.ndarray, steps: int) -> np.ndarray:  # b
 
 
 def _few(values: list) -> str:
-    return ", ".join(map(str, values[:8])) + (", ..." if len(values) > 8 else "") or "none"
+    return first_of(values) or "none"

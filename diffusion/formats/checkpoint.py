@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ..errors import ConfigError, writing
+from ..errors import ConfigError, first_of, writing
 from ..models.flat_parameters import FlatParameters
 from ..settings import shown
 from .checkpoint_folder import (
@@ -61,7 +61,6 @@ _FILES = (
     "config.yaml",
 )
 _TIMESTEPS = "timesteps.safetensors"
-_NAMED = 8  # runs at most in a message
 _INTERVAL = {"start": int, "skipped": int, "loss": float, "seconds": float}  # of the log
 # whole numbers in state.json and the least they can be
 _COUNTS = {"step": 0, "images": 0, "skipped_steps": 0, "seed": 0, "dataset_size": 1}
@@ -142,9 +141,8 @@ def find_checkpoint(path: str | Path, others: str = "") -> Path:
 
 def _runs_in(folder: Path) -> str:
     """Which runs a folder has, such as that of a sweep."""
-    runs = [str(file.parent) for file in sorted(folder.glob("*/checkpoints"))]
-    more = ", ..." if len(runs) > _NAMED else ""
-    return f"; runs in it: {', '.join(runs[:_NAMED])}{more}" if runs else ""
+    runs = [file.parent for file in sorted(folder.glob("*/checkpoints"))]
+    return f"; runs in it: {first_of(runs)}" if runs else ""
 
 
 def read_state(checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any]]:
