@@ -78,44 +78,40 @@ def build(
 def train(
     run_dir: str | Path,
     *,
-    dataset: "str | dict[str, Any]" = "elephants",
+    dataset: "str | dict[str, Any] | None" = None,
     model: "str | dict[str, Any] | None" = None,
     diffusion: "str | dict[str, Any] | None" = None,
-    optim: "str | dict[str, Any]" = "adamw",
-    device: str = "auto",
-    backend: str = "auto",
+    optim: "str | dict[str, Any] | None" = None,
+    device: str | None = None,
+    backend: str | None = None,
     **settings: Any,
 ) -> float:
     """Train in the folder `run_dir`, or resume the run there. Returns the figure named by
     `train.metric`: by default the held-out loss if images are held out, else the training loss.
 
     dataset, model, diffusion, optim: the name of a file in that folder of configs/, or settings as
-    a dict. The dicts of `dataset` and `optim` may omit settings that have defaults. None: the
-    default for the data set. settings: of the group `train` in configs/train.yaml, such as
-    `steps=1000, batch_size=32`.
+    a dict. The dicts of `dataset` and `optim` may omit settings that have defaults. settings: of
+    the group `train` in configs/train.yaml, such as `steps=1000, batch_size=32`.
+
+    What is not given is as it was in the run that is resumed, so `train("runs/first")` continues
+    it; a dict without `name` changes some of the run's settings. In a new run it is the default:
+    elephants, the model and diffusion for the data set, adamw, auto.
 
     It runs train.py's loop and writes the same files. ConfigError: a setting is wrong.
     """
     from .runtime.host import choose_threads_now
 
     choose_threads_now()  # before what imports PyTorch
-    from .presets import chosen_with, defaults_of_training, filled
+    from .presets import defaults_of_training
+    from .runs.own_settings import completed
     from .runs.training import train as run
     from .settings import as_plain, check_keys
 
     check_keys(settings, [*defaults_of_training(), *_named(train)], "")
-    dataset = filled("dataset", dataset)
-    others = chosen_with(dataset.get("name"))
-    groups = {"model": model or others["model"], "diffusion": diffusion or others["diffusion"]}
-    config = {
-        "dataset": dataset,
-        **{k: preset(k, v) if isinstance(v, str) else v for k, v in groups.items()},
-        "optim": filled("optim", optim, otherwise="adamw"),
-        "backend": backend,
-        "device": device,
-        "run_dir": str(run_dir),
-        "train": defaults_of_training() | settings,
-    }
+    chosen = {"dataset": dataset, "model": model, "diffusion": diffusion, "optim": optim}
+    chosen |= {"device": device, "backend": backend}
+    given = {key: value for key, value in chosen.items() if value is not None}
+    config = completed(Path(run_dir), given, settings)
     return run(as_plain(config), Path(run_dir))
 
 

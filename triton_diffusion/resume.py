@@ -4,7 +4,6 @@ They stand before the arguments that the user gave, as arguments of Hydra, so wh
 `--cfg job` shows what is taken.
 """
 
-import difflib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,13 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
-from diffusion.errors import ConfigError, first_of
-from diffusion.settings import NEUTRAL
-
-_CHOSEN = ("dataset", "model", "diffusion")  # groups of which each choice has settings of its own
-_MERGED = ("optim", "train")  # groups whose settings are always the same ones
-_PLACES = ("backend", "device")
-_SILENT = NEUTRAL - {"train.resume"}  # settings that say nothing of what is trained
+from diffusion.runs.own_settings import CHOSEN, MERGED, PLACES, stored_settings
 
 
 def own_settings(arguments: Sequence[str], folders: Sequence[Path]) -> list[str]:
@@ -36,24 +29,18 @@ def own_settings(arguments: Sequence[str], folders: Sequence[Path]) -> list[str]
         )
     except OverrideParseException:
         return []  # which Hydra reports
-    path = next((Path(str(o.value()), "config.yaml") for o in given if _names_run(o)), None)
+    path = next((Path(str(o.value())) for o in given if _names_run(o)), None)
     if path is None:
         return []
-    if not path.is_file():
-        if all(override.key_or_group in _SILENT for override in given):
-            _check_begun(path.parent)
-        return []
-    stored = _read(path)
+    stored = stored_settings(path, [override.key_or_group for override in given])
     taken = set(_taken(given, folders))
-    added = [f"~{group}" for group in _CHOSEN if group in stored and group not in taken]
-    for group in (*_CHOSEN, *_MERGED):
+    added = [f"~{group}" for group in CHOSEN if group in stored and group not in taken]
+    for group in (*CHOSEN, *MERGED):
         if group in taken or group not in stored:
             continue
         kept = {k: v for k, v in stored[group].items() if f"{group}.{k}" not in taken}
-        if group == "train":
-            kept.pop("resume", None)  # how it began, which is behind it
         added.append(f"++{group}={_written(kept)}")
-    added += [f"++{key}={_written(stored[key])}" for key in _PLACES if key in stored]
+    added += [f"++{key}={_written(stored[key])}" for key in PLACES if key in stored]
     return added
 
 
@@ -64,45 +51,11 @@ def _names_run(override: Override) -> bool:
     return isinstance(value, str | int | float) and value != ""
 
 
-def _check_begun(run_dir: Path) -> None:
-    """ConfigError if the folder has no checkpoint either; it names the runs that are near."""
-    if (run_dir / "checkpoints").is_dir():
-        return
-    found = _runs_in(run_dir) or [*_runs_in(Path("runs")), *_runs_in(run_dir.parent)]
-    runs = {run.name: str(run) for run in found}
-    meant = difflib.get_close_matches(run_dir.name, runs, n=1)
-    others = [path for name, path in sorted(runs.items()) if name not in meant]
-    hint = f"did you mean run_dir={runs[meant[0]]}? " if meant else ""
-    if others:
-        hint += f"{'other ' * bool(meant)}runs: {first_of(others)}; "
-    raise ConfigError(
-        f"run_dir={run_dir} has no run to resume; {hint}a new run needs a setting that says what to"
-        " train, such as dataset=elephants"
-    )
-
-
-def _runs_in(folder: Path) -> list[Path]:
-    return [file.parent for file in sorted(folder.glob("*/config.yaml"))]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        stored = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    groups = (*_CHOSEN, *_MERGED)
-    if not isinstance(stored, dict) or any(
-        not isinstance(stored.get(group), dict | None) for group in groups
-    ):
-        raise ConfigError(f"{path} cannot be read: expected the groups {', '.join(groups)}")
-    return {key: value for key, value in stored.items() if value is not None or key in _PLACES}
-
-
 def _taken(given: Sequence[Override], folders: Sequence[Path]) -> Iterator[str]:
     """The groups that the arguments choose, and what groups and settings these choices bring."""
     for override in given:
         key, choice = override.key_or_group, override.value()
-        if key not in (*_CHOSEN, "optim", "experiment"):
+        if key not in (*CHOSEN, "optim", "experiment"):
             continue
         yield key
         for folder in folders:

@@ -1,8 +1,14 @@
 """A run goes on with its own settings, and says which were changed."""
 
+import re
+
 import pytest
 import yaml
 
+import diffusion
+from diffusion.errors import ConfigError
+from diffusion.presets import preset
+from diffusion.runs.own_settings import completed
 from triton_diffusion.entry import CONFIGS
 from triton_diffusion.resume import own_settings
 
@@ -70,6 +76,27 @@ def test_a_run_takes_its_own_settings(run_dir):
         code, out, err = run("train.py", f"run_dir={run_dir}", *more)
         assert code == 0 and "its 2 steps are done already, with a loss of" in out, err
     assert settings(run_dir / "config.yaml") == before
+
+
+def test_a_run_takes_its_own_settings_from_python_too(run_dir):
+    """Also as it was begun on the command line; a dict without `name` changes some of a group."""
+    before = settings(run_dir / "config.yaml")
+    diffusion.train(run_dir)  # it is done, and says so
+    assert settings(run_dir / "config.yaml") == before
+    diffusion.train(run_dir, optim={"lr": 1e-4}, dataset={"flip": False}, steps=2)
+    before["optim"]["lr"], before["dataset"]["flip"], before["train"]["steps"] = 1e-4, False, 2
+    assert settings(run_dir / "config.yaml") == before
+    assert [row["step"] for row in rows(run_dir)] == ["1", "2"]
+    with pytest.raises(ConfigError, match="another model: model.num_res_blocks is 1 there, 2 here"):
+        diffusion.train(run_dir, model={"num_res_blocks": 2}, steps=3)
+    chosen = completed(run_dir, {"optim": "adamw", "device": "cuda"}, {})
+    assert chosen["optim"] == preset("optim", "adamw") and chosen["device"] == "cuda"
+    assert chosen["dataset"] == before["dataset"] and chosen["backend"] == before["backend"]
+    near = (
+        f"run_dir={run_dir.with_name('rum')} has no run to resume; did you mean run_dir={run_dir}"
+    )
+    with pytest.raises(ConfigError, match=re.escape(near)):
+        diffusion.train(run_dir.with_name("rum"), steps=3)
 
 
 def test_what_is_given_wins(run_dir):
