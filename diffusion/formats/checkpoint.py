@@ -36,6 +36,7 @@ from torch import Tensor
 
 from ..errors import ConfigError, first_of, writing
 from ..models.flat_parameters import FlatParameters
+from ..near_runs import runs_near
 from ..settings import shown
 from .checkpoint_folder import (
     checkpoint_name,
@@ -126,7 +127,8 @@ def find_checkpoint(path: str | Path, others: str = "") -> Path:
     path = Path(path)
     if not path.exists():
         raise ConfigError(
-            f"{path} does not exist; expected a run's folder or a checkpoint's{others}"
+            f"{path} does not exist; {runs_near(path)}expected a run's folder or a"
+            f" checkpoint's{others}"
         )
     if (path / "state.json").is_file():
         return path

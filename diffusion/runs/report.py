@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from ..errors import ConfigError, is_of_system, writing
+from ..near_runs import runs_near
 from ..settings import construct, flattened, shown
 from ..tracking.pictures import draw_loss_curves, twentieth
 from ..tracking.run_log import write_whole
@@ -136,7 +137,10 @@ def find_runs(path: Path) -> Iterator[Path]:
     before they were any, in the order of their names. ConfigError: there is none, or the folder
     holds so many folders that it must be another one."""
     if not path.is_dir():
-        raise ConfigError(f"runs={path} is no folder")
+        raise ConfigError(
+            f"runs={path} is no folder; {runs_near(path, 'runs', sweeps=True)}expected a run's"
+            " folder, or one in which runs are"
+        )
     runs, jobs, looked_at = set(), set(), 0
     seen = set()  # with links followed, the same folder may have several paths
     for place, below, files in os.walk(path, followlinks=True):

@@ -9,6 +9,7 @@ import yaml
 
 from ..errors import ConfigError
 from ..formats.checkpoint import read_state
+from ..near_runs import runs_near
 from ..runtime.distributed import Processes
 from ..settings import NEUTRAL, check_keys, flattened, shown
 from ..tracking.run_log import write_whole
@@ -66,7 +67,11 @@ def check_init(settings: TrainSettings, resume_from: Path | None) -> None:
     if settings.init is None:
         return
     if resume_from is None and not Path(settings.init).exists():
-        raise ConfigError(f"train.init={settings.init} does not exist")
+        raise ConfigError(
+            f"train.init={settings.init} does not exist;"
+            f" {runs_near(Path(settings.init), 'train.init')}expected a run, a checkpoint, a"
+            " weights file or a directory of diffusers"
+        )
     if resume_from is not None and settings.resume != "auto":
         raise ConfigError(
             f"train.init={settings.init} and train.resume={settings.resume} both set the"

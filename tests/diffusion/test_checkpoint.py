@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import resource
 import shutil
 
@@ -76,6 +77,17 @@ def test_missing_and_empty_are_named(tmp_path):
         ckpt.find_checkpoint(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="holds no checkpoint.*NNNNNNNN$"):
         ckpt.find_checkpoint(tmp_path)
+
+
+def test_a_run_that_is_near_is_named(tmp_path):
+    for name in ("first", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").touch()
+    near = f"did you mean {tmp_path}/first? other runs: {tmp_path}/other; expected a run's folder"
+    with pytest.raises(ConfigError, match=f"frist does not exist; {re.escape(near)}"):
+        ckpt.find_checkpoint(tmp_path / "frist")
+    with pytest.raises(ConfigError, match="no/frist does not exist; expected a run's folder"):
+        ckpt.find_checkpoint(tmp_path / "no" / "frist")
 
 
 def test_the_runs_of_a_folder_without_a_checkpoint_are_named(tmp_path):

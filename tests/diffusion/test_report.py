@@ -193,7 +193,8 @@ def test_a_folder_of_everything_is_refused_and_a_run_is_not_searched(tmp_path, m
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"runs": "nowhere"}, "runs=nowhere is no folder"),
+        ({"runs": "swep"}, "runs=swep is no folder; did you mean runs=sweep. expected a run's"),
+        ({"runs": "sweep/3"}, "no folder; runs: sweep/0, sweep/1, sweep/2; expected a run's"),
         ({"runs": "empty"}, "holds no run"),
         ({"sort": "los"}, "sort=los is no column; choose from run, optim.lr"),
         ({"out": "a.txt"}, "expected a .html or a .md or a .csv"),
