@@ -29,6 +29,12 @@ def first_of(values: Sequence[object], most: int = 8) -> str:
     return ", ".join(map(str, values[:most])) + (", ..." if len(values) > most else "")
 
 
+def counted(number: int, what: str) -> str:
+    """For a message: "2 images", but "1 image"; and "1 class" of "classes"."""
+    ending = "es" if what.endswith("sses") else "s"
+    return f"{number} {what.removesuffix(ending) if number == 1 else what}"
+
+
 def lack_of_memory(error: BaseException | None) -> BaseException | None:
     """The error that says that memory does not suffice, PyTorch's of any device or Python's: this
     one or what it came from, since letting go of a half-made CUDA graph raises another."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from .context import EXPECTED as SEQUENCES, LENGTHS, Context, checked_context
 from .given import GivenChannels, side_by_side
 from .image_set import ImageSet, check_memory, nearest, parse_size
@@ -285,7 +285,8 @@ def _layout(path: Path, shape: tuple[int, ...], layout: str | None) -> str:
     depth = {"nhw": 1, "nhwc": shape[-1], "nchw": shape[1]}[layout]
     if depth > MOST_CHANNELS:
         raise ConfigError(
-            f"{path} has the shape {list(shape)}, with layout={layout} {depth} channels; the most"
+            f"{path} has the shape {list(shape)}, with layout={layout}"
+            f" {counted(depth, 'channels')}; the most"
             f" is {MOST_CHANNELS} (dataset.layout says which axis they are)"
         )
     return layout
@@ -295,7 +296,8 @@ def _check_scale(name: str, given: list[float] | None, images: StoredImages) -> 
     depth = images.shape[3]
     if given is not None and len(given) != depth:
         raise ConfigError(
-            f"dataset.{name} has {len(given)} numbers; {images.path} has {depth} channels"
+            f"dataset.{name} has {counted(len(given), 'numbers')}; {images.path} has"
+            f" {counted(depth, 'channels')}"
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 
 LENGTHS = "lengths"  # the array of that name in a .npz or a zarr group
 _PART = 64 * 2**20  # bytes that are read at once
@@ -75,7 +75,9 @@ class Context:
         return {"shape": [len(self), self.most, self.dim], "dtype": str(self.dtype)[6:]}
 
     def __str__(self) -> str:
-        return f"sequences of up to {self.most} tokens of {self.dim} numbers"
+        return (
+            f"sequences of up to {counted(self.most, 'tokens')} of {counted(self.dim, 'numbers')}"
+        )
 
 
 def checked_context(

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..errors import ConfigError, first_of
+from ..errors import ConfigError, counted, first_of
 from ..runtime.host import free_memory
 from .context import Context
 from .given import GivenChannels, side_by_side
@@ -131,8 +131,9 @@ def check_memory(what: str, shape: tuple[int, ...], itemsize: int = 1) -> None:
     wanted, free = math.prod(shape) * itemsize, free_memory()
     if wanted > free:
         raise ConfigError(
-            f"{what} needs {wanted / 2**30:.1f} GiB for {shape[0]} images, and {free / 2**30:.1f}"
-            " GiB are free; tools/prepare.py makes a file of any size for dataset=packed"
+            f"{what} needs {wanted / 2**30:.1f} GiB for {counted(shape[0], 'images')}, and"
+            f" {free / 2**30:.1f} GiB are free; tools/prepare.py makes a file of any size for"
+            " dataset=packed"
         )
 
 

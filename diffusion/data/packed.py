@@ -17,7 +17,7 @@ from typing import BinaryIO
 import numpy as np
 import torch
 
-from ..errors import ConfigError, writing
+from ..errors import ConfigError, counted, writing
 from ..runtime.file_lock import delete_abandoned, open_locked
 from .image_digests import DIGEST_BYTES, ImageDigests
 from .image_set import ImageSet, parse_size
@@ -159,7 +159,7 @@ def load_packed(
         )
     if channels is not None and channels != data.channels:
         raise ConfigError(
-            f"channels={channels} differs from the {data.channels} channels in {path};"
+            f"channels={channels} differs from the {counted(data.channels, 'channels')} in {path};"
             " give channels=null, or prepare the file again"
         )
     return data
@@ -169,7 +169,7 @@ def _check_bytes(path: Path, expected: int, n: int, height: int, width: int, cha
     found = path.stat().st_size
     if found != expected:
         raise ConfigError(
-            f"{path} should have {expected} bytes for {n} images of"
+            f"{path} should have {expected} bytes for {counted(n, 'images')} of"
             f" {height}x{width}x{channels}, and has {found}: it is truncated or damaged"
         )
     if min(n, height, width, channels) < 1:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from .action_chunks import CONSTANT, ActionChunks, Chunks, Normaliser, PolicySpec
 from .rollout_file import Episode, read_rollouts
 
@@ -163,8 +163,8 @@ def _notes(parts: list[Episode], spec: PolicySpec, split: str) -> tuple[str, ...
     notes = []
     needed = spec.most_action_steps - spec.action_steps + 1
     if short := sum(len(actions) < needed for _, actions in parts):
-        what = "episodes" if split == "episodes" else "heads or tails of episodes"
-        notes.append(f"{short} {what} have fewer than {needed} steps and give no chunk")
+        found = counted(short, "episodes" if split == "episodes" else "heads or tails of episodes")
+        notes.append(f"too short for a chunk, with fewer than {needed} steps: {found}")
     for kind, normaliser in (("observations", spec.observations), ("actions", spec.actions)):
         if flat := normaliser.flattened():
             notes.append(

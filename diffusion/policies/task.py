@@ -10,7 +10,7 @@ from ..data.action_chunks import ActionChunks
 from ..data.held_out import spread
 from ..data.push_disc import push_disc
 from ..data.trajectories import load_trajectories
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..factory import Process, build_policy_model
 from ..runtime.backend import Backend
 from ..settings import construct
@@ -58,8 +58,9 @@ class PolicyTask:
     def __str__(self) -> str:
         spec, data = self.spec, self.data
         return (
-            f"{data.name}, {data.episodes} episodes: {len(data.train)} chunks of {spec.horizon}"
-            f" actions ({spec.action_dim}-D) on {spec.observation_steps} observations"
+            f"{data.name}, {counted(data.episodes, 'episodes')}:"
+            f" {counted(len(data.train), 'chunks')} of {spec.horizon}"
+            f" actions ({spec.action_dim}-D) on {counted(spec.observation_steps, 'observations')}"
             f" ({spec.observation_dim}-D), {len(data.held_out)} held out"
         )
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 import triton_kernels
 
-from ..errors import ConfigError, writing
+from ..errors import ConfigError, counted, writing
 from ..export.graph import OnnxDenoiser, export_onnx, image_graph, onnx_provider
 from ..export.tensorrt_engine import TensorRTDenoiser, build_engine, require_tensorrt
 from ..factory import check_sampler
@@ -141,7 +141,7 @@ def benchmark(config: dict[str, Any]) -> Path:
     stem = _stem(settings, device, trained)
     height, width, channels = trained.image_shape
     print(
-        f"{settings.ckpt}: {settings.n} images of {height}x{width}x{channels} a call,"
+        f"{settings.ckpt}: {counted(settings.n, 'images')} of {height}x{width}x{channels} a call,"
         f" {settings.sampler}, {settings.steps or 'all'} steps, on {_device_name(device)}"
     )
     del trained

@@ -14,7 +14,7 @@ from ..data.given import GivenChannels, enlarged
 from ..data.handed import handed_samples
 from ..data.images import decode_image, load_folder
 from ..data.values import Pixels, Units
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..formats.trained import Trained
 from ..models.conditions import Conditions, Given, with_null_token, with_presence
 from ..sampling.conditioning import as_seen
@@ -75,10 +75,11 @@ def _load_vectors(source: Source | Sequence[float] | None, trained: Trained) -> 
                 f"vector={_named(source)}, but {trained.name} was trained without one; leave it out"
             )
         return None
-    expected = f"{dim} numbers, or a .npy of float32 [M, {dim}]"
+    expected = f"{counted(dim, 'numbers')}, or a .npy of float32 [M, {dim}]"
     if source is None:
         raise ConfigError(
-            f"{trained.name} was trained with vectors of {dim} numbers: give vector=[...] of"
+            f"{trained.name} was trained with vectors of {counted(dim, 'numbers')}: give"
+            " vector=[...] of"
             f" {expected}"
         )
     if isinstance(source, str | Path) and not Path(source).is_file():
@@ -114,7 +115,8 @@ def _load_context(source: Sequences | None, trained: Trained) -> Context | None:
     expected = f"a .npy of float32 [M, L, {dim}] or [L, {dim}], or a .npz of one and lengths [M]"
     if source is None:
         raise ConfigError(
-            f"{trained.name} was trained with sequences of tokens of {dim} numbers: give"
+            f"{trained.name} was trained with sequences of tokens of {counted(dim, 'numbers')}:"
+            " give"
             f" context={expected}"
         )
     if isinstance(source, str | Path):
@@ -126,7 +128,8 @@ def _load_context(source: Sequences | None, trained: Trained) -> Context | None:
         found = padded(source, "context")
     if found.dim != dim:
         raise ConfigError(
-            f"context={_named(source)} has tokens of {found.dim} numbers; expected {expected}"
+            f"context={_named(source)} has tokens of {counted(found.dim, 'numbers')}; expected"
+            f" {expected}"
         )
     return found
 

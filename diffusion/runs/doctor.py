@@ -24,7 +24,7 @@ from triton_kernels.registry import rows
 from triton_kernels.runtime.device import describe, switched_off
 
 from .. import __version__
-from ..errors import ConfigError, writing
+from ..errors import ConfigError, counted, writing
 from ..presets import preset
 from ..runtime.distributed import choose_device
 from ..runtime.host import free_memory, processors
@@ -178,7 +178,7 @@ def _step(settings: DoctorSettings, device: torch.device) -> dict[str, Any]:
         "labels": None,
         "flip": True,
     }
-    found: dict[str, Any] = {"of": f"{name}, {batch} images of {side}x{side}"}
+    found: dict[str, Any] = {"of": f"{name}, {counted(batch, 'images')} of {side}x{side}"}
     if on_gpu:
         step = training_step(job, device)
         compile_ahead("train", job, job, device)

@@ -12,7 +12,7 @@ from ..data.autoencoder import load_autoencoder, missing_autoencoder
 from ..data.handed import handed_samples
 from ..data.images import decode_image, load_folder
 from ..data.values import Latents, Pixels, Units
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..formats.trained import Trained
 from ..sampling.conditioning import as_seen
 from ..sampling.edit import Edit
@@ -61,7 +61,7 @@ def load_edit(
     drawn, masks = _drawn_shares(mask, n, trained)
     if masks not in (1, count):
         raise ConfigError(
-            f"mask={_named(mask)} has {masks} images; expected 1 or, as init, {count}"
+            f"mask={_named(mask)} has {counted(masks, 'images')}; expected 1 or, as init, {count}"
         )
     if not (drawn > 0).any():
         raise ConfigError(f"mask={_named(mask)} is black: nothing would be drawn; white is")

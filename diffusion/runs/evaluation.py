@@ -15,7 +15,7 @@ from ..data.array import is_array, open_arrays
 from ..data.held_out import Rows, held_out_setting, split, spread
 from ..data.image_set import ImageSet, rescale, with_channels
 from ..data.values import Latents, Pixels
-from ..errors import ConfigError, check_writable, writing
+from ..errors import ConfigError, check_writable, counted, writing
 from ..formats.checkpoint import find_checkpoint, read_state
 from ..formats.trained import Trained
 from ..runtime.distributed import Processes
@@ -93,14 +93,15 @@ def evaluate(config: dict[str, Any]) -> dict[str, Any] | None:
         began = time.monotonic()
         row |= _loss(settings, trained, held_out, processes, device)
         seconds = time.monotonic() - began
-        said.append(f"held_out {row['held_out']:.5g} of {row['images']} images in {seconds:.1f} s")
+        of = counted(row["images"], "images")
+        said.append(f"held_out {row['held_out']:.5g} of {of} in {seconds:.1f} s")
     if quality is not None:
         values = _quality(settings, trained, sampler, quality, held_out or spread(real))
         row |= values | _about_drawn(settings, sampler, trained)
         row |= {"reference": name, "reference_data": digest_of(real.learned)}
         row |= {"n_reference": len(real), "torch_fidelity": quality.network.version}
         numbers = ", ".join(f"{key} {value:.5g}" for key, value in values.items())
-        said.append(f"{numbers}; {settings.n} images against {len(real)} of {name}")
+        said.append(f"{numbers}; {counted(settings.n, 'images')} against {len(real)} of {name}")
     if not processes.is_first:
         return None
     with writing(out):
@@ -123,7 +124,8 @@ def _loss(
         )
     if trained.model.num_classes is not None and held_out.labels is None:
         raise ConfigError(
-            f"the model has {trained.model.num_classes} classes, and the images for the loss have"
+            f"the model has {counted(trained.model.num_classes, 'classes')}, and the images for"
+            " the loss have"
             " none; give a reference with a sub-folder per class, a .packed with labels, or a file"
             " with the array that dataset.labels names"
         )
@@ -233,7 +235,8 @@ def _with_labels(data: ImageSet, trained: Trained) -> ImageSet:
         data.labels = None
     elif data.labels is not None and int(data.labels.max()) >= classes:
         raise ConfigError(
-            f"{data.name} has {int(data.labels.max()) + 1} classes, and the model {classes}"
+            f"{data.name} has {counted(int(data.labels.max()) + 1, 'classes')}, and the model"
+            f" {classes}"
         )
     return data
 

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..models.conditions import Conditions, Given
 from ..runtime.file_lock import open_locked_folder
 from ..runtime.progress import Progress
@@ -88,7 +88,8 @@ class PictureFolder:
         older = sum(int(number) >= self.n for number in numbers)
         if older:
             warnings.warn(
-                f"{self.out} has {older} images more, of an earlier drawing; these are numbers 0 to"
+                f"{self.out} has {counted(older, 'images')} more, of an earlier drawing; these"
+                " are numbers 0 to"
                 f" {self.n - 1}",
                 stacklevel=2,
             )

@@ -18,7 +18,7 @@ from ..data.parts import unfinished, write_parts
 from ..data.preparing import DecodedImages, EncodedImages, StoredSamples
 from ..data.shards import list_shards
 from ..data.values import LAYOUTS
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..runtime.distributed import choose_device
 from ..runtime.progress import Progress
 from ..settings import construct
@@ -101,7 +101,7 @@ def prepare(
     if begun and begun[0]:
         note = f"; {begun[0]} of {begun[1]} parts were there already{note}"
     count, size = len(source) - len(skipped), path.stat().st_size
-    print(f"{path}: {count} images, {size} bytes, {len(skipped)} skipped{note}")
+    print(f"{path}: {counted(count, 'images')}, {size} bytes, {len(skipped)} skipped{note}")
 
 
 def _source(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..data.action_chunks import PolicySpec
-from ..errors import ConfigError, check_writable
+from ..errors import ConfigError, check_writable, counted
 from ..factory import SAMPLERS, check_sampler
 from ..formats.checkpoint import Average
 from ..policies.animation import save_gif
@@ -112,7 +112,9 @@ def rollout(config: dict) -> list[Episode]:
         out, filmed = Path(settings.out), episodes[:pictured]
         fps = frames_a_second(environments[0])
         save_gif([e.frames for e in filmed], [e.success for e in filmed], out, fps=fps)
-        print(f"{out}: the first {pictured} episodes, {out.stat().st_size / 1024:.0f} KiB")
+        print(
+            f"{out}: the first {counted(pictured, 'episodes')}, {out.stat().st_size / 1024:.0f} KiB"
+        )
     return episodes
 
 
@@ -183,17 +185,17 @@ def _latency(policy: Policy, observation: np.ndarray, settings: RolloutSettings)
     p50, p99 = np.percentile(took, (50, 99))
     return (
         f"policy, backend {backend.name}, {backend.precision}, {where}, batch 1,"
-        f" {policy.sampler.num_steps} steps of {sampler}:"
-        f" p50 {p50:.2f} ms, p99 {p99:.2f} ms over {len(took)} calls"
+        f" {counted(policy.sampler.num_steps, 'steps')} of {sampler}:"
+        f" p50 {p50:.2f} ms, p99 {p99:.2f} ms over {counted(len(took), 'calls')}"
     )
 
 
 def _outcome(name: str, episodes: list[Episode]) -> str:
-    n = len(episodes)
+    n = counted(len(episodes), "episodes")
     mean = f"mean return {np.mean([episode.total_reward for episode in episodes]):.3f}"
     steps = f"mean length {np.mean([episode.steps for episode in episodes]):.1f} steps"
     known = [episode.success for episode in episodes if episode.success is not None]
     if not known:
-        return f"{name}: {n} episodes, {mean}, {steps}; it does not say what a success is"
-    good = sum(known)
-    return f"{name}: success rate {100 * good / n:.1f} % ({good} of {n} episodes), {mean}, {steps}"
+        return f"{name}: {n}, {mean}, {steps}; it does not say what a success is"
+    share = 100 * sum(known) / len(episodes)
+    return f"{name}: success rate {share:.1f} % ({sum(known)} of {n}), {mean}, {steps}"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..data.autoencoder import autoencoder_digest, missing_autoencoder
 from ..data.values import Latents, Values
-from ..errors import ConfigError, check_writable, writing
+from ..errors import ConfigError, check_writable, counted, writing
 from ..factory import check_sampler
 from ..formats.checkpoint import Average
 from ..formats.trained import Trained, TrainedSettings, load_trained
@@ -220,7 +220,7 @@ def sample(config: dict[str, Any]) -> Path:
             with writing(out):
                 _save(images, out, None if labels is None else labels.cpu().numpy(), shown)
     if said:
-        print(f"{settings.n} images of {settings.ckpt} in {out}")
+        print(f"{counted(settings.n, 'images')} of {settings.ckpt} in {out}")
     return out
 
 
@@ -490,7 +490,8 @@ def class_number(key: str, label: Any, trained: Trained) -> int:
         label = names.index(str(label))
     if isinstance(label, bool) or not isinstance(label, int) or not 0 <= label < num_classes:
         valid = ", ".join(names) if names else f"0 to {num_classes - 1}"
-        raise ConfigError(f"{key}={label} is unknown; the model has {num_classes} classes: {valid}")
+        classes = counted(num_classes, "classes")
+        raise ConfigError(f"{key}={label} is unknown; the model has {classes}: {valid}")
     return label
 
 

@@ -17,7 +17,7 @@ from triton_kernels.runtime.device import describe
 
 from ..data.batches import Samples
 from ..data.held_out import Rows
-from ..errors import ConfigError, writing
+from ..errors import ConfigError, counted, writing
 from ..factory import POLICY_MODELS, Process
 from ..formats.checkpoint import load_into, read_state, read_timesteps
 from ..formats.checkpoint_folder import clean_up
@@ -187,7 +187,8 @@ def _train(
     size = len(task.samples)
     if stored.get("dataset_size", size) != size:
         task.notes.append(
-            f"the data set has {size} {task.noun}, and had {stored['dataset_size']} when the"
+            f"the data set has {counted(size, task.noun)}, and had {stored['dataset_size']} when"
+            " the"
             " checkpoint was written"
         )
     with ExitStack() as stack:
@@ -235,7 +236,10 @@ def _result_of_finished(run_dir: Path, settings: TrainSettings) -> float:
     value = last_result(run_dir, metric)
     if own_rank() == 0:
         named = "a loss" if metric == "loss" else f"{metric}"
-        _say(f"{run_dir}: its {settings.steps} steps are done already, with {named} of {value}")
+        _say(
+            f"{run_dir}: done already, after {counted(settings.steps, 'steps')}, with {named} of"
+            f" {value}"
+        )
     return value
 
 
@@ -393,7 +397,7 @@ def _describe(
     if settings.batch_size > size:
         _say(
             f"note: train.batch_size={settings.batch_size} is larger than the data set of"
-            f" {size} {task.noun}, so a batch holds some {task.noun} more than once"
+            f" {counted(size, task.noun)}, so a batch holds some {task.noun} more than once"
         )
     for note in (*task.notes, *_untuned(flat.param.device, backend)):
         _say(f"note: {note}")

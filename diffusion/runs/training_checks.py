@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..formats.checkpoint import read_state
 from ..near_runs import runs_near
 from ..runtime.distributed import Processes
@@ -124,7 +124,7 @@ def is_finished(
         f", with {key}={shown(changes[key][0])} and not {shown(changes[key][1])}" if key else ""
     )
     raise ConfigError(
-        f"{checkpoint} has already done {start} steps{with_others}, and"
+        f"{checkpoint} has already done {counted(start, 'steps')}{with_others}, and"
         f" train.steps={settings.steps}; give a larger train.steps to continue, or another run_dir"
     )
 

@@ -21,7 +21,7 @@ from triton_kernels.registry.search import Search, search
 from triton_kernels.runtime.device import Device, describe
 from triton_kernels.runtime.launch_recorder import rehearsal
 
-from ..errors import ConfigError, writing
+from ..errors import ConfigError, counted, writing
 from ..factory import MODELS
 from ..runtime.distributed import choose_device
 from ..runtime.precompile import compile_ahead
@@ -96,7 +96,7 @@ def tune(config: dict[str, Any]) -> None:
             raise ConfigError(str(error)) from None
         found = to_measure(settings, gpu)
         print("there is no GPU here, and nothing is measured")
-        print(f"{settings.batch} images a step with gpu={settings.gpu}: {found}")
+        print(f"{counted(settings.batch, 'images')} a step with gpu={settings.gpu}: {found}")
         return
     gpu = describe(device)
     print(f"{torch.cuda.get_device_name(device)}, sm_{gpu.arch} with {gpu.num_sms}: ", end="")
@@ -112,7 +112,7 @@ def tune(config: dict[str, Any]) -> None:
     compile_ahead("tune", settings.job, settings.job | {"left": found.shapes}, device)
     measured, complete = _measure(settings, gpu, step, path, found.shapes, end)
     _report(measured)
-    print(f"{len(measured.rows)} rows in {path}, which are used from now on")
+    print(f"{counted(len(measured.rows), 'rows')} in {path}, used from now on")
     if not complete:
         print(f"minutes={settings.minutes:g} have passed; the same command measures the rest")
     name = rows.file_name(gpu)

@@ -35,7 +35,7 @@ from triton_kernels.runtime.device import describe
 from triton_kernels.runtime.launch_file import write_launches
 from triton_kernels.runtime.launch_recorder import Launch, compiled_for
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from .host import free_memory, processors
 
 log = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class _Order:
     ) -> None:
         self._job, self._settings, self._device, self._count = job, settings, device, count
         self._began = time.monotonic()
-        tqdm.write(f"compiling kernels with {count} processes, once for these shapes")
+        tqdm.write(f"compiling kernels with {counted(count, 'processes')}, once for these shapes")
         self._give()
 
     def _give(self) -> None:

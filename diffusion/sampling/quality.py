@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..runtime.distributed import Processes
 from .features import EXTRACTOR, FeatureNetwork, Reference, gathered
 
@@ -84,8 +84,8 @@ class Quality:
         check_metrics(metrics)
         if real.shape[3] not in (1, 3) or real.dtype != torch.uint8:
             raise ConfigError(
-                f"images of {real.shape[3]} channels in {str(real.dtype).removeprefix('torch.')}"
-                " have no FID; expected 1 or 3 in uint8"
+                f"images of {counted(real.shape[3], 'channels')} in"
+                f" {str(real.dtype).removeprefix('torch.')} have no FID; expected 1 or 3 in uint8"
             )
         self.metrics, self.n, self.processes = metrics, n, processes
         self._check(min(n, len(real)))

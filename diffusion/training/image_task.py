@@ -13,7 +13,7 @@ from ..data.given import given_from_state
 from ..data.held_out import held_out_setting, split, spread
 from ..data.image_set import rescale
 from ..data.values import Latents, Pixels, strips, values_from_state
-from ..errors import ConfigError
+from ..errors import ConfigError, counted, first_of
 from ..factory import Process, build_model, with_conditions
 from ..models.conditions import Given
 from ..runtime.backend import Backend
@@ -61,8 +61,8 @@ class ImageTask:
         if self.num_classes is None and self.data.labels is not None and names is not None:
             if options["name"] != "elephants":
                 self.notes.append(
-                    f"{len(names)} classes ({', '.join(names[:3])}{', ...' * (len(names) > 3)}) are"
-                    " not learned; model.num_classes=auto learns them"
+                    f"model.num_classes=auto learns {counted(len(names), 'classes')}, which are not"
+                    f" learned now: {first_of(names, 3)}"
                 )
         self.remarks = [f"not decodable and left out: {name}" for name in self.data.skipped]
 
@@ -103,9 +103,13 @@ class ImageTask:
         size = "x".join(map(str, self.image_shape))
         held_out = f", {len(self.held_out)} held out" if self.held_out else ""
         given = f", {self.data.condition}" if self.data.condition else ""
-        given += f", vectors of {self.data.vector_dim} numbers" if self.data.vector_dim else ""
+        given += (
+            f", vectors of {counted(self.data.vector_dim, 'numbers')}"
+            if self.data.vector_dim
+            else ""
+        )
         given += f", {self.data.context}" if self.data.context else ""
-        return f"{self.data.name}, {len(self.samples)} images {size}{given}{held_out}"
+        return f"{self.data.name}, {counted(len(self.samples), 'images')} {size}{given}{held_out}"
 
     def state(self) -> dict[str, Any]:
         names, values = self.data.class_names, self.data.values
@@ -126,7 +130,8 @@ class ImageTask:
             dim, has = state.get(option, 0), getattr(self.data, option)
             if dim != has:
                 raise ConfigError(
-                    f"the network was trained with {what} of {dim} numbers, and data set"
+                    f"the network was trained with {what} of {counted(dim, 'numbers')}, and data"
+                    " set"
                     f" {self.data.name} has {has}"
                 )
         known, has = values_from_state(state.get("values")), self.data.values
@@ -179,7 +184,8 @@ class ImageTask:
         values = self.data.values
         if self.image_shape[2] not in (1, 3) or values != Pixels():
             raise ConfigError(
-                f"train.fid_images={n}, but {values} of {self.image_shape[2]} channels have"
+                f"train.fid_images={n}, but {values} of"
+                f" {counted(self.image_shape[2], 'channels')} have"
                 " no FID; give 0"
             )
         self.data.check()
@@ -266,5 +272,5 @@ def _check_classes(num_classes: int, found: int, name: str) -> None:
         )
     if found > num_classes:
         raise ConfigError(
-            f"model.num_classes={num_classes}, but data set {name} has {found} classes"
+            f"model.num_classes={num_classes}, but data set {name} has {counted(found, 'classes')}"
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..formats.checkpoint import save_checkpoint
 from ..formats.checkpoint_folder import checkpoint_name, latest_checkpoint
 from ..runtime.distributed import Processes
@@ -178,7 +178,9 @@ class Trainer:
                     print(progress_line(row, s.steps, s.batch_size, self.noun), flush=True)
                 if interval.bad_steps >= _PATIENCE:
                     raise ConfigError(
-                        self._diverged(f"in the {interval.bad_steps} steps before {done}")
+                        self._diverged(
+                            f"in the {counted(interval.bad_steps, 'steps')} before {done}"
+                        )
                     )
             pause = time.perf_counter()
             if s.eval_every and (done % s.eval_every == 0 or last) and self.held_out is not None:
@@ -297,7 +299,8 @@ class Trainer:
             tqdm.write(
                 f"{self.settings.batch_size / seconds_a_step:.0f} {self.noun}/s,"
                 f" {seconds_a_step * 1000:.1f} ms a step:"
-                f" about {duration(left * seconds_a_step)} for the remaining {left} steps"
+                f" about {duration(left * seconds_a_step)} for the remaining"
+                f" {counted(left, 'steps')}"
             )
 
     def _now(self) -> float:

@@ -141,7 +141,7 @@ WRONG = {
     "axes of layout": (np.zeros((2, 8, 8), "f4"), {"layout": "nhwc"}, "expected 4 axes"),
     "size": (weather(), {"size": 16}, "size=16 differs from the 8x8"),
     "channels": (weather(), {"channels": 4}, "channels=4 differs from the 3"),
-    "mean": (weather(), {"mean": [0]}, "mean has 1 numbers; .* has 3 channels"),
+    "mean": (weather(), {"mean": [0]}, "mean has 1 number; .* has 3 channels"),
     "deviation": (weather(), {"deviation": [1, 0, 1]}, "expected numbers above 0"),
     "both": (weather(), {"standardise": False, "mean": [0, 0, 0]}, "leave one"),
     "key": (weather(), {"key": "x"}, "a single array; leave it out"),

@@ -227,7 +227,7 @@ def test_images_that_have_no_distance(fidelity):
     assert Quality(real, ["fid"], 3, CPU, alone)(drawn) == {"fid": 0}
     for images, metric, words in (
         (torch.zeros(3, 8, 8, 4, dtype=torch.uint8), "fid", "images of 4 channels in uint8 have"),
-        (real.float(), "fid", "images of 1 channels in float32 have no FID"),
+        (real.float(), "fid", "images of 1 channel in float32 have no FID"),
         (real[:1], "fid", "1 image has no spread"),
         (real, "prc", "3 images have no 3 neighbours each"),
     ):

@@ -350,10 +350,11 @@ def test_classes_that_are_not_learned_are_said(tmp_path, capsys):
     options = (*NO_DATASET, "dataset=folder", f"dataset.path={tmp_path}/images", "dataset.size=8")
     run(tmp_path / "a", *options)
     assert (
-        "note: 2 classes (a, b) are not learned; model.num_classes=auto" in capsys.readouterr().out
+        "note: model.num_classes=auto learns 2 classes, which are not learned now: a, b"
+        in capsys.readouterr().out
     )
     run(tmp_path / "b", *options, "model.num_classes=auto")
-    assert "not learned" not in capsys.readouterr().out
+    assert "not learned now" not in capsys.readouterr().out
     told = yaml.safe_load((tmp_path / "b" / "config.yaml").read_text())
     assert told["model"]["num_classes"] == 2
     run(tmp_path / "c", *options, "model.num_classes=auto", f"dataset.path={tmp_path}/images/a")

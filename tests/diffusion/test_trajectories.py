@@ -126,7 +126,7 @@ def test_what_is_not_learned_from_is_said(tmp_path):
     np.savez(path, **arrays | {"action_1": action[:2]})
     options = {"horizon": 8, "observation_steps": 2, "action_steps": 2, "held_out": 0}
     assert load_trajectories(path, **options).notes == (
-        "1 episodes have fewer than 6 steps and give no chunk",
+        "too short for a chunk, with fewer than 6 steps: 1 episode",
         "of the actions dimension 1 varies by less than 0.0001 and is taken as constant; use"
         " smaller units if it is not",
     )

@@ -124,9 +124,9 @@ def test_a_run_is_not_overwritten(tmp_path):
     assert code == 0, err
     assert "already holds" in fails("train.py", *command, "train.resume=none")
     code, out, _ = run("train.py", *command)  # it is done, which is no error
-    assert code == 0 and "its 1 steps are done already, with a loss of" in out
+    assert code == 0 and "done already, after 1 step, with a loss of" in out
     line = fails("train.py", *command, "optim.lr=1e-5")
-    assert "already done 1 steps, with optim.lr=0.002 and not 1e-05, and train.steps=1" in line
+    assert "already done 1 step, with optim.lr=0.002 and not 1e-05, and train.steps=1" in line
     other = (*command, "train.steps=2", "model.num_res_blocks=2")
     assert "model.num_res_blocks is 1 there, 2 here" in fails("train.py", *other)
 
@@ -135,6 +135,6 @@ def test_a_batch_larger_than_the_set_works_with_a_note(tmp_path):
     command = (*TINY, f"run_dir={tmp_path}/run", "train.steps=1", "train.batch_size=16")
     code, out, err = run("train.py", *command, "model.attention_resolutions=[2,3]")
     assert code == 0, err
-    assert "larger than the data set" in out + err
+    assert "larger than the data set of 12 images, so a batch" in out + err
     (line,) = err.splitlines()  # and a warning that is one, said once
     assert line.startswith("warning: attention_resolutions has 3")

@@ -123,7 +123,7 @@ def test_an_image_of_too_many_pixels(tmp_path):
 def test_more_images_than_the_memory_holds(tmp_path, monkeypatch):
     monkeypatch.setattr(image_set, "free_memory", lambda: 2**20)
     picture(tmp_path / "a.png")
-    with pytest.raises(ConfigError, match="dataset.size=2000 needs 0.0 GiB for 1 images, and 0.0"):
+    with pytest.raises(ConfigError, match="dataset.size=2000 needs 0.0 GiB for 1 image, and 0.0"):
         load_folder(str(tmp_path), size=2000)
 
 

@@ -74,7 +74,7 @@ def test_a_run_takes_its_own_settings(run_dir):
     # it is finished now, which it says whatever is asked to be shown of it, and changes nothing
     for more in ((), ("train.log_every=7",), FIRST + ("train.steps=2",)):
         code, out, err = run("train.py", f"run_dir={run_dir}", *more)
-        assert code == 0 and "its 2 steps are done already, with a loss of" in out, err
+        assert code == 0 and "done already, after 2 steps, with a loss of" in out, err
     assert settings(run_dir / "config.yaml") == before
 
 

@@ -83,7 +83,7 @@ def test_a_job_is_its_settings_and_not_its_number(tmp_path):
     # in another order, with another value, written in another way, of more steps
     code, out, err = run(*command, "optim.lr=3e-4,0.0002,1e-4")
     assert code == 0, err
-    assert out.count("its 1 steps are done already") == 2
+    assert out.count("done already, after 1 step,") == 2
     after = jobs(tmp_path / "sweep")
     assert len(after) == 3 and set(first) < set(after)
     for name, told in losses.items():
@@ -121,7 +121,7 @@ def test_a_search_goes_on(tmp_path):
     assert all("optim.lr=-" in name for name in failed)
     assert code == (2 if failed else 0), err
     code, out, err = run(*search, "hydra.sweeper.n_trials=5")
-    assert out.count("its 1 steps are done already") == 3 - len(failed), err
+    assert out.count("done already, after 1 step,") == 3 - len(failed), err
     assert len(jobs(sweep)) == 5 and set(first) < set(jobs(sweep))
     best = (sweep / "optimization_results.yaml").read_text()
     losses = [job["loss"] for job in jobs(sweep).values() if job["state"] == "done"]
@@ -156,7 +156,7 @@ def test_a_search_that_was_interrupted_goes_on(tmp_path, number):
     assert code == 0, err
     assert set(states(sweep).values()) == {"done"}
     assert set(first) == set(jobs(sweep))
-    assert out.count("its 40 steps are done already") == out.count("resuming from") == 1
+    assert out.count("done already, after 40 steps,") == out.count("resuming from") == 1
 
 
 @pytest.mark.parametrize("tried", ["interval(-2,-1)", "interval(1e38,2e38)"])
