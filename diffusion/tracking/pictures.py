@@ -116,11 +116,19 @@ def draw_loss_curve(metrics: Path, out: Path) -> None:
         axes.plot(steps[window - 1 :], mean, color="#08519c", label=f"mean of {window} rows")
     _show_powers(axes, loss)
     _name_axes(axes, "loss")
-    name = out.parent.name.encode(errors="replace").decode()  # as a file system may not have it
-    axes.set_title(name, parse_math=False)  # a $ is no formula
+    axes.set_title(_drawable(out.parent.name), parse_math=False)  # a $ is no formula
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(out)
+
+
+def _drawable(name: str) -> str:
+    """A name with what the font of a picture lacks as \\uXXXX, instead of boxes that are all alike:
+    letters of many languages, and bytes that are no letters."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    drawn = get_font(findfont(FontProperties())).get_charmap()
+    return "".join(c if ord(c) in drawn else f"\\u{ord(c):04x}" for c in name)
 
 
 def _style(values: Sequence[float]) -> str:
@@ -163,7 +171,7 @@ def draw_loss_curves(curves: dict[str, tuple[list[int], list[float]]], out: Path
             continue
         window = twentieth(len(loss))
         mean = np.convolve(loss, np.ones(window) / window, mode="valid")
-        style = {"linewidth": 1, "label": name.replace("$", r"\$")}
+        style = {"linewidth": 1, "label": _drawable(name).replace("$", r"\$")}
         axes.plot(steps[window - 1 :], mean, _style(mean), **style)
     _show_powers(axes, [value for _, loss in curves.values() for value in loss])
     _name_axes(axes, "loss, a mean over a twentieth of the run")

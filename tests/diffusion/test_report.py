@@ -14,6 +14,7 @@ import subprocess
 import numpy as np
 import pytest
 import yaml
+from matplotlib.axes import Axes
 from PIL import Image
 
 from diffusion.errors import ConfigError
@@ -55,6 +56,19 @@ def sweep(tmp_path):
 def test_the_folder_that_one_is_in_has_a_name(sweep, monkeypatch):
     monkeypatch.chdir(sweep / "1")
     assert report({"runs": "."})[0]["run"] == "1"
+
+
+@pytest.mark.filterwarnings("error")
+def test_letters_that_the_font_of_a_picture_lacks(tmp_path, monkeypatch):
+    """They are escaped: a box stands for any letter, and Matplotlib warns of each."""
+    titles, name = [], "象 ä $x$ \udcff"
+    monkeypatch.setattr(Axes, "set_title", lambda axes, text, **_: titles.append(text))
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "metrics.csv").write_text("step,loss\n1,0.5\n")
+    draw_loss_curve(folder / "metrics.csv", folder / "loss.png")
+    assert titles == ["\\u8c61 ä $x$ \\udcff"]
+    draw_loss_curves({name: ([1, 2], [1, 0.5])}, tmp_path / "a.png")
 
 
 def test_the_table(sweep, capsys):
