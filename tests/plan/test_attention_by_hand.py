@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from diffusion.plan.build import plan
 from diffusion.plan.launch.products import is_of_kernels
 from diffusion.plan.trace import trace
 from tests.plan.compare import compare
+from triton_kernels import fused_ops
 from triton_kernels.attention.tiles import MAX_HEAD_DIM
+from triton_kernels.registry.chips import chip
 
 ONE, NONE, HEADS = 1, 0, 3
 
@@ -228,6 +231,36 @@ def test_wide_heads(d):
     assert is_of_kernels(node) == (d == MAX_HEAD_DIM)
     compared = compare(module, args)
     assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+
+
+@pytest.mark.parametrize("keys", [None, 7])
+def test_wide_heads_whose_gradient_a_gpu_has_no_kernel_for(keys):
+    """Gradients of 512 channels in 32 bits take 128 KiB of shared memory, and an RTX 4090 has 99.
+    The plan knows that, and leaves attention to PyTorch."""
+
+    class Attends(nn.Module):
+        def __init__(self, d):
+            super().__init__()
+            self.qkv, self.kv = nn.Linear(4, 3 * d), nn.Linear(4, 2 * d)
+
+        def forward(self, x, y):
+            q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+            if keys is not None:
+                k, v = (part.unsqueeze(1) for part in self.kv(y).chunk(2, -1))
+            return F.scaled_dot_product_attention(q, k, v)
+
+    def left(d, gpu, dtype=torch.float32):
+        module, args = Attends(d).to(dtype), (torch.randn(2, 5, 4), torch.randn(2, keys or 1, 4))
+        args = tuple(x.to(dtype) for x in args)
+        made = plan(module, args, trains=True, kernels=(fused_ops, chip(gpu).gpu))
+        nodes = [node for node in made.graph.nodes if node.op.startswith("attention")]
+        assert len(nodes) == 2
+        (found,) = {not is_of_kernels(node) for node in nodes}
+        return found
+
+    assert left(512, "rtx4090") and left(260, "rtx4090")
+    assert not left(256, "rtx4090") and not left(512, "a100") and not left(512, "h100")
+    assert not left(512, "rtx4090", torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", [name for name, (_, count) in FORMS.items() if count])

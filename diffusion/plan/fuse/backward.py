@@ -1,6 +1,6 @@
 """The rows of the backward pass, in the order in which they are applied."""
 
-from .by_pytorch import WHEN, WIDENED, cast_of_parts
+from .by_pytorch import WHEN, WIDENED, attention_without_kernels, cast_of_parts
 from .epilogue import added
 from .few_channels import few_channels
 from .norms import (
@@ -18,6 +18,10 @@ from .resampled import halved, pool_grad, pooled_dx, small_input_grad, small_pla
 from .rewrite import Row
 
 BACKWARD_ROWS = (
+    Row(
+        "attention without kernels by PyTorch", ("attention_grad",), attention_without_kernels,
+        "float32 heads of 257 to 512 channels, whose gradient takes 128 KiB of shared memory"
+    ),
     Row(
         "act' and sums in the input gradient", ("norm_act_grad",), input_grad,
         "17.1 % of a step of 32 images, 17.3 of 128 (H100)"

@@ -83,6 +83,16 @@ def _reads_apart(node: Node, value: Value) -> bool:
     return node.op in _READERS or len(value.shape) == 2 and set(roles) <= set(_ROWS)
 
 
+def attention_without_kernels(f: Fusing, node: Node) -> Value | None:
+    """Attention is PyTorch's if the GPU has no kernel for its gradient"""
+    attention = f.maker(node.inputs["o"], "attention")
+    if attention is None or f.serves_attention_grad(node):
+        return None
+    for of_pass in (attention, node):
+        of_pass.attrs = of_pass.attrs | {"by_pytorch": True}
+    return node.out
+
+
 # of both passes
 WIDENED = Row(
     "operands widened by PyTorch", ("add", "mul"), _widened_operand,

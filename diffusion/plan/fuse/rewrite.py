@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from triton_kernels.conv.upsampled import upsampled_spec
+from triton_kernels.registry.spec import AttentionSpec, dtype_name
 from triton_kernels.runtime.device import Device
 
 from ..graph import Graph, Node, Value
 from ..launch.table import Kernels
+from ..ops import PARTS
 
 HALF = (2, 2)  # pixels of a block, or steps
 
@@ -90,6 +92,22 @@ class Fusing:
         asked = {"conv_upsampled": False, "conv_upsampled_input_grad": True}
         specs = {op: upsampled_spec(meta, *channels, co, grad=grad) for op, grad in asked.items()}
         return all(kernels.OPS[op].why_apart(spec, gpu) is None for op, spec in specs.items())
+
+    def serves_attention_grad(self, node: Node) -> bool:
+        """Whether there are kernels for the gradient of such heads. The reference has them of all
+        sizes."""
+        if self._kernels is None:
+            return True
+        kernels, gpu = self._kernels
+        (n, *_, c), heads = node.inputs["o"].shape, node.attrs["heads"]
+        parts = [node.inputs[role] for role in PARTS if role in node.inputs]
+        t, seen = (x.numel // (n * x.shape[-1]) for x in (parts[0], parts[-1]))
+        own = "qkv" in node.inputs or t == seen and "mask" not in node.inputs and "k" in node.inputs
+        op = kernels.OPS.get("attention_bwd" if own else "cross_attention_bwd")
+        dtype = dtype_name(parts[0].dtype, self.tf32[1])
+        its = {} if own else {"keys": seen, "masked": "mask" in node.inputs}
+        spec = AttentionSpec(n * heads, dtype, t, c // heads, grad=True, **its)
+        return op is None or op.refuse(spec, gpu) is None
 
     def made_by(self, op: str) -> list[Node]:
         """The nodes of an op, of the other pass too."""

@@ -75,7 +75,7 @@ def fuse(
     _apply(graph, FORWARD_ROWS, mode, tf32, kernels=kernels)
     forward = graph.nodes
     graph.nodes, graph.outputs = behind, list(backward.grads.values())
-    _apply(graph, BACKWARD_ROWS, mode, tf32, forward)
+    _apply(graph, BACKWARD_ROWS, mode, tf32, forward, kernels)
     behind = graph.nodes
     graph.nodes, graph.outputs = [*forward, *behind], outputs
     graph.constants = constants | graph.constants

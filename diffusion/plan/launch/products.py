@@ -176,7 +176,9 @@ def _of_gradient(x: Tensor, dy: Tensor, made: Value) -> tuple[Tensor, Tensor, Te
 
 def is_of_kernels(node: Node) -> bool:
     """Whether attention, or its gradient, has the scale of the kernels, 1 / sqrt(d), and no wider
-    heads; others are PyTorch's."""
+    heads, also for the GPU (`fuse.by_pytorch`); others are PyTorch's."""
+    if node.attrs.get("by_pytorch"):
+        return False
     o = node.inputs.get("o", node.out)  # [..., heads d]
     d = o.shape[-1] // node.attrs["heads"]
     return abs(node.attrs["scale"] ** 2 * d - 1) < 2e-6 and d <= MAX_HEAD_DIM
@@ -203,7 +205,7 @@ def _apart(given: Inputs) -> tuple[Tensor, Tensor]:  # [N, T, C], [N, L, 2C]
 def _attention(run, node, given):
     heads, k = node.attrs["heads"], run.of(node)
     if not is_of_kernels(node):
-        o, state = _attend(given, **node.attrs), None
+        o, state = _attend(node, given), None
     elif _is_of_itself(given):
         order = node.attrs.get("order", "qkv_heads")
         o, state = k.attention_forward(_packed(given), heads, order, **rounding(node))
@@ -219,7 +221,7 @@ def _attention(run, node, given):
 def _attention_grad(run, node, given):
     heads, k = node.attrs["heads"], run.of(node)
     if not is_of_kernels(node):
-        return _attention_grad_by_autograd(node, given)
+        return _attention_grad_by_autograd(run, node, given)
     if not _is_of_itself(given):
         q, kv = _apart(given)
         dy, o = (given[role].reshape(q.shape) for role in ("dy", "o"))
@@ -248,12 +250,13 @@ def _heads(x: Tensor, heads: int) -> Tensor:
     return x.reshape(x.shape[0], -1, heads, x.shape[-1] // heads).transpose(1, 2)
 
 
-def _attend(given: Inputs, heads: int, scale: float, order: str = "qkv_heads") -> Tensor:
+def _attend(node: Node, given: Inputs) -> Tensor:
     """By PyTorch, of any scale and heads."""
+    heads, scale = node.attrs["heads"], node.attrs["scale"]
     if "qkv" in given:
         qkv = given["qkv"].flatten(1, -2)
         shape = (*given["qkv"].shape[:-1], qkv.shape[-1] // 3)
-        if order == "qkv_heads":
+        if node.attrs.get("order", "qkv_heads") == "qkv_heads":
             q, k, v = (_heads(x, heads) for x in qkv.chunk(3, -1))
         else:
             q, k, v = qkv.unflatten(-1, (heads, 3, -1)).permute(3, 0, 2, 1, 4)
@@ -267,13 +270,15 @@ def _attend(given: Inputs, heads: int, scale: float, order: str = "qkv_heads") -
     return o.transpose(1, 2).reshape(shape)
 
 
-def _attention_grad_by_autograd(node: Node, given: Inputs) -> dict[str, Tensor]:
+def _attention_grad_by_autograd(run: Launcher, node: Node, given: Inputs) -> dict[str, Tensor]:
     with torch.enable_grad():
         leaves = {role: leaf(given[role]) for role in PARTS if role in given}
-        o = _attend(given | leaves, **node.attrs)
+        o = _attend(node, given | leaves)
     grads = torch.autograd.grad(o, list(leaves.values()), given["dy"])
     made = dict(zip(leaves, grads, strict=True))
-    return made | ({"rows": made["qkv"].flatten(1, -2).sum(1)} if "qkv" in made else {})
+    if "rows" in node.outputs:
+        made["rows"] = run.kernels.tensor_rows(made["qkv"], run.sums)
+    return made
 
 
 # --- linear attention -----------------------------------------------------------------------------
