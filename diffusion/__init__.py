@@ -194,21 +194,27 @@ def sample(
     from .plan.inference import sampling_network
     from .runs.conditioning import load_conditions
     from .runs.editing import edited_options, load_edit
-    from .runs.sampling import choose_labels, choose_values, load_guide
+    from .runs.sampling import SampleSettings, choose_labels, choose_values, load_guide
     from .sampling.draw import draw
-    from .settings import as_plain, check_count, check_keys
+    from .settings import as_plain, check_count, check_keys, typed
 
     check_keys(options, [*_OPTIONS, *_named(sample)], "")
     n, batch_size = check_count("n", n), check_count("batch_size", batch_size)
-    label, negative, steps, seed = (as_plain(value) for value in (label, negative, steps, seed))
+    settings = {"sampler": sampler, "steps": steps, "seed": seed, **options}
+    settings |= {"strength": strength, "resample": resample}
+    how = {"guidance": guidance, "guidance_interval": guidance_interval}
+    how |= {"guidance_rescale": guidance_rescale}
+    settings, how = (typed(SampleSettings, as_plain(given), "") for given in (settings, how))
+    seed, (strength, resample) = settings.pop("seed"), map(settings.pop, ("strength", "resample"))
+    label, negative = as_plain(label), as_plain(negative)
     trained = source if isinstance(source, Trained) else load(source, device=device)
     model = trained.model.eval()
     on = next(model.parameters()).device
-    guided = load_guide(trained, guidance, guidance_interval, guidance_rescale, negative, guide)
+    guided = load_guide(trained, **how, negative=negative, guide=guide)
     edited = edited_options(init, mask, strength, resample)
     return draw(
         model,
-        trained.sampler(on, sampler=sampler, steps=steps, **as_plain(options), **edited),
+        trained.sampler(on, **settings, **edited),
         n,
         trained.image_shape,
         seed=seed,

@@ -124,6 +124,18 @@ def test_values_of_python_are_those_of_the_configuration(tmp_path):
     for group in ("dataset", "optim"):
         with pytest.raises(ConfigError, match=f"{group}=3 is wrong; expected a name or a dict"):
             diffusion.train(tmp_path / "none", **{group: 3}, **small)
+    for key, value, kind in (
+        ("sampler", None, "expected text"),
+        ("seed", 1.5, "expected a whole number"),
+        ("seed", 2**70, "expected a whole number"),
+        ("guidance", "2", "expected a number"),
+        ("guidance", np.nan, "expected a finite number"),
+        ("guidance_interval", 3, "expected a list of 2 numbers or null"),
+        ("strength", "0.5", "expected a number or null"),
+        ("resample", 1.5, "expected a whole number"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{key}=.* is wrong; {kind}"):
+            diffusion.sample(trained, 1, **{key: value})
     with pytest.raises(ConfigError, match="models is no group; choose one of model, dataset, "):
         diffusion.preset("models", "unet_tiny")
     with pytest.raises(ConfigError, match="give reference="):  # and not "metrics has l"
