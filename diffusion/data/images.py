@@ -220,6 +220,7 @@ class Decoder:
         self.size = _common_size(files) if size is None else parse_size(size)
         self.skipped: list[str] = []  # names of those that could not be decoded
         self.smaller: list[tuple[int, int]] = []  # (H, W) of those that were enlarged
+        self.last: tuple[str, tuple[int, int]] | None = None  # that was read: its name and (H, W)
 
     def __len__(self) -> int:
         return len(self.files.names)
@@ -237,6 +238,7 @@ class Decoder:
                         yield found
                         continue
                     image, had = found
+                    self.last = name, had
                     if had[0] < self.size[0] or had[1] < self.size[1]:
                         self.smaller.append(had)
                     yield image

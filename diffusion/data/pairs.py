@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from .given import GivenChannels, enlarged
 from .image_set import ImageSet, check_memory, parse_size
 from .images import Decoder, ImageFiles, list_images, read_together, set_of
@@ -46,14 +46,40 @@ def load_pairs(
     beside = Decoder(given, reduced or learned.size, condition_channels, background)
     shape = (len(learned), *learned.size, channels + condition_channels)
     check_memory(f"dataset.size={size}", shape)
-    images, labels = np.empty(shape, dtype=np.uint8), []
+    images, labels, apart = np.empty(shape, dtype=np.uint8), [], []
     for (image, other), label in read_together(learned, beside):
+        if condition is not None and _show_other_parts(learned, beside):
+            apart.append((learned.last, beside.last))
         images[len(labels), ..., :channels] = image
         images[len(labels), ..., channels:] = enlarged(other, learned.size)
         labels.append(label)
     skipped = (*learned.skipped, *beside.skipped)
-    condition = GivenChannels(condition_channels, size=reduced)
-    return set_of(files, learned, images, labels, skipped=skipped, condition=condition)
+    channels_given = GivenChannels(condition_channels, size=reduced)
+    made = set_of(files, learned, images, labels, skipped=skipped, condition=channels_given)
+    made.notes += (_apart_note(apart, len(labels)),) if apart else ()
+    return made
+
+
+def _show_other_parts(one: Decoder, other: Decoder) -> bool:
+    """Whether the last two images were cropped to parts that differ by a pixel of the set or more,
+    because their aspect ratios differ."""
+    kept = [_kept(decoder.last[1], decoder.size) for decoder in (one, other)]
+    return any(abs(a - b) * side >= 1 for a, b, side in zip(*kept, one.size, strict=True))
+
+
+def _kept(had: tuple[int, int], size: tuple[int, int]) -> tuple[float, float]:
+    """The shares of its height and width that an image keeps when it is cropped to a size."""
+    high, wide = had[0] / size[0], had[1] / size[1]
+    return min(high, wide) / high, min(high, wide) / wide
+
+
+def _apart_note(apart: list[tuple], total: int) -> str:
+    (name, had), (_, other) = apart[0]
+    shapes = " and ".join(f"{h}x{w}" for h, w in (had, other))
+    return (
+        f"the two images of {len(apart)} of {counted(total, 'pairs')} differ in their aspect ratio,"
+        f" first those of {name}, {shapes}: what is cropped from one is left in the other"
+    )
 
 
 def _in_order_of(files: ImageFiles, given: ImageFiles) -> ImageFiles:

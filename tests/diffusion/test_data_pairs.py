@@ -35,6 +35,19 @@ def test_pairs_are_of_one_name(tmp_path):
     assert expected_condition("array", condition=[2, 0]) == 2
 
 
+def test_images_that_are_cropped_apart_are_said(tmp_path):
+    """Of another aspect ratio, but not of another size, nor by less than a pixel of the set."""
+    learned = write(tmp_path / "a", ["1.png", "2.png", "3.png"], size=(100, 66))
+    given = write(tmp_path / "b", ["1.png"], size=(50, 33))
+    assert load(learned, write(given, ["2.png", "3.png"], size=(33, 21))).notes == ()
+    write(given, ["3.png"], size=(66, 100))
+    assert load(learned, given).notes[-1] == (
+        "the two images of 1 of 3 pairs differ in their aspect ratio, first those of 3.png, 100x66"
+        " and 66x100: what is cropped from one is left in the other"
+    )
+    assert not any("aspect" in note for note in load(learned, None, condition_size=4).notes)
+
+
 def test_alpha_is_a_mask(tmp_path):
     learned = write(tmp_path / "a", ["1.png", "2.png"])
     given = write(tmp_path / "b", ["1.png", "2.png"], 50, mode="RGBA")
