@@ -5,6 +5,7 @@ number of images, which returns a module and a tuple of its arguments.
         return MyUNet(), (torch.randn(batch, 3, 64, 64), torch.rand(batch))
 """
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,6 +37,13 @@ def user_function(model: str) -> Callable[[int], Made]:
         raise ConfigError(f"model={model}: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ConfigError(f"model={model}: {path} has no function {name or 'of no name'}")
+
+    try:
+        inspect.signature(function).bind(1)
+    except TypeError as error:
+        raise ConfigError(
+            f"model={model}: expected a function of the number of images ({error})"
+        ) from None
 
     def made(batch: int) -> Made:
         found = function(batch)

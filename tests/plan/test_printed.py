@@ -72,6 +72,10 @@ def test_kernels_of_a_training_step_and_of_a_gpu_without_tma(tmp_path):
         ("colour=red", "colour=red is unknown; give model=..."),
         (f"model={OWN}/none.py:make", "none.py does not exist"),
         (f"model={OWN}/own_module.py:mak", "own_module.py has no function mak"),
+        (
+            f"model={OWN}/own_module.py:Block",
+            "a function of the number of images (missing",
+        ),
         ("model.widht=96", "model.widht=96: unet64 has model_channels"),
         ("model.model_channels=[96", "[96 is no value of YAML"),
         ("model.num_groups=7", "num_groups=7 does not divide"),
