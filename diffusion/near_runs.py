@@ -17,7 +17,8 @@ def runs_near(path: Path, key: str = "", sweeps: bool = False) -> str:
     places = Path("runs"), path.parent
     runs = [run for place in places for run in runs_in(place)]
     if sweeps:
-        runs += [file.parents[1] for place in places for file in place.glob("*/*/config.yaml")]
+        within = [file.parents[1] for place in places for file in place.glob("*/*/config.yaml")]
+        runs += [folder for folder in within if folder.name != "checkpoints"]
     named = {run.name: str(run) for run in runs}
     meant = difflib.get_close_matches(path.name, named, n=1)
     others = [found for name, found in sorted(named.items()) if name not in meant]

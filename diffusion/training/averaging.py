@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, counted
 from ..formats.checkpoint import find_checkpoint, read_state, read_weights, write_average
 from ..formats.checkpoint_folder import list_checkpoints
 from ..settings import construct
@@ -119,7 +119,8 @@ def average(config: dict[str, Any]) -> Path:
         )
     path = write_average(last, value, _sum(found, weights))
     print(
-        f"{path}: of {len(found)} averages, its profile within {100 * off:.2g} %; sample with"
+        f"{path}: of {counted(len(found), 'averages')}, its profile within {100 * off:.2g} %;"
+        " sample with"
         f" ema={value}"
     )
     return path

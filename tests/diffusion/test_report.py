@@ -208,6 +208,7 @@ def test_a_folder_of_everything_is_refused_and_a_run_is_not_searched(tmp_path, m
     ("options", "words"),
     [
         ({"runs": "swep"}, "runs=swep is no folder; did you mean runs=sweep. expected a run's"),
+        ({"runs": "sweep/0/x"}, "runs=sweep/0/x is no folder; expected a run's"),
         ({"runs": "sweep/3"}, "no folder; runs: sweep/0, sweep/1, sweep/2; expected a run's"),
         ({"runs": "empty"}, "holds no run"),
         ({"sort": "los"}, "sort=los is no column; choose from run, optim.lr"),
@@ -218,6 +219,9 @@ def test_a_folder_of_everything_is_refused_and_a_run_is_not_searched(tmp_path, m
 def test_wrong_settings(sweep, tmp_path, monkeypatch, options, words):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    checkpoint = sweep / "0" / "checkpoints" / "step_00000040"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.yaml").touch()
     with pytest.raises(ConfigError, match=words):
         report({"runs": str(sweep)} | options)
 
