@@ -206,11 +206,24 @@ def _samples(shard: Path) -> list[tuple[str, dict[str, tuple[Path, int, int]]]]:
                 if not found or found[-1][0] != key:
                     found.append((key, {}))
                 found[-1][1][extension.lower()] = (shard, member.offset_data, member.size)
+            _check_end(shard, archive.offset)
     except (tarfile.TarError, OSError, EOFError) as error:
         raise ConfigError(
             f"{shard} cannot be read as a tar ({error}); it must not be compressed, or cut off"
         ) from None
     return found
+
+
+def _check_end(shard: Path, end: int) -> None:
+    """ConfigError if the list of files does not end in a block of zeros, as that of a whole tar
+    does: `tarfile` stops without a word where a header is cut off or damaged."""
+    with open(shard, "rb") as file:
+        file.seek(end)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise ConfigError(
+                f"{shard} is cut off or damaged: at byte {end} is neither a file nor the end of the"
+                " tar"
+            )
 
 
 def _label(content: bytes, label: str, path: str) -> Any:

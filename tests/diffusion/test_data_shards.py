@@ -101,6 +101,22 @@ def test_wrong_tars(tmp_path):
         load_dataset("webdataset")
 
 
+@pytest.mark.parametrize("bytes_of_a_header", [0, 100, 512])
+def test_a_tar_that_is_cut_off(tmp_path, bytes_of_a_header):
+    """As by a download that was interrupted: also between two files, and within a header."""
+    tar(tmp_path / "a.tar", [(f"{i}.png", png(i)) for i in range(4)])
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        start = archive.getmembers()[2].offset
+    content = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(content[: start + bytes_of_a_header])
+    with pytest.raises(ConfigError, match="a.tar .*cut off"):
+        load_dataset("webdataset", path=str(tmp_path / "a.tar"))
+    damaged = content[:start] + b"x" * 512 + content[start + 512 :]
+    (tmp_path / "a.tar").write_bytes(damaged)
+    with pytest.raises(ConfigError, match=f"is cut off or damaged: at byte {start} is neither"):
+        load_dataset("webdataset", path=str(tmp_path / "a.tar"))
+
+
 @pytest.fixture
 def table(tmp_path):
     """Ten rows in two files of row groups of 3, with images as bytes and as the hub has them."""
