@@ -118,6 +118,13 @@ def _expanded(path: str, suffix: str) -> list[Path]:
     return found
 
 
+def _named(files: Sequence[Path]) -> list[tuple[Path, str]]:
+    """The files, and what they are called among each other: by their paths if two of them, in
+    several folders, have one name."""
+    alike = len({file.name for file in files}) < len(files)
+    return [(file, str(file) if alike else file.name) for file in files]
+
+
 def _braces(pattern: str) -> list[str]:
     """a-{08..10}.tar -> a-08.tar, a-09.tar, a-10.tar."""
     found = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
@@ -160,12 +167,15 @@ def list_tars(path: str, label: str | None) -> ImageFiles:
     places: dict[str, tuple[Path, int, int]] = {}  # image -> file, offset, bytes
     about: list[tuple[Path, int, int] | None] = []
     wanted = "json" if label is not None and label.startswith("json.") else label
-    for shard in _expanded(path, ".tar"):
+    for shard, called in _named(_expanded(path, ".tar")):
         for key, parts in _samples(shard):
             image = next((e for e in parts if f".{e.rpartition('.')[2]}" in EXTENSIONS), None)
             if image is None:
                 continue
-            places[f"{shard.name}/{key}.{image}"] = parts[image]
+            name = f"{called}/{key}.{image}"
+            if name in places:
+                raise ConfigError(f"{shard} has two samples of the name {key}")
+            places[name] = parts[image]
             about.append(parts.get(wanted))
     if not places:
         raise ConfigError(f"{path} holds no image; looked for files in {', '.join(EXTENSIONS)}")
@@ -203,7 +213,8 @@ def _samples(shard: Path) -> list[tuple[str, dict[str, tuple[Path, int, int]]]]:
                     continue
                 stem, _, extension = name.partition(".")
                 key = f"{folder}{slash}{stem}"
-                if not found or found[-1][0] != key:
+                again = found and found[-1][0] == key and extension.lower() in found[-1][1]
+                if not found or found[-1][0] != key or again:
                     found.append((key, {}))
                 found[-1][1][extension.lower()] = (shard, member.offset_data, member.size)
             _check_end(shard, archive.offset)
@@ -251,7 +262,7 @@ def list_parquet(path: str, column: str, label: str | None, classes: bool) -> Im
     rows: dict[str, tuple[Any, int, int]] = {}  # name -> reader, row group, row of it
     labels: list[Any] = []
     names = None
-    for file in _expanded(path, ".parquet"):
+    for file, called in _named(_expanded(path, ".parquet")):
         try:
             reader = pyarrow.parquet.ParquetFile(file)
             schema = reader.schema_arrow
@@ -262,7 +273,7 @@ def list_parquet(path: str, column: str, label: str | None, classes: bool) -> Im
         names = _class_names(schema.metadata, chosen) if chosen else None
         for group in range(reader.num_row_groups):
             for row in range(reader.metadata.row_group(group).num_rows):
-                rows[f"{file.name}/{group}/{row}"] = (reader, group, row)
+                rows[f"{called}/{group}/{row}"] = (reader, group, row)
         if chosen:
             labels += reader.read([chosen]).column(0).to_pylist()
     if not rows:

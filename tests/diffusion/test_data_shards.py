@@ -1,5 +1,6 @@
 """Tars, parquet files and sets of Hugging Face: the same images as in a folder."""
 
+import contextlib
 import io
 import json
 import tarfile
@@ -99,6 +100,36 @@ def test_wrong_tars(tmp_path):
         assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="dataset.path is not set"):
         load_dataset("webdataset")
+
+
+def test_files_of_one_name_in_several_folders(tmp_path):
+    """All are read, and labels stay those of their images."""
+    kinds = {"webdataset": "tar"}
+    with contextlib.suppress(ImportError):
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        kinds["parquet"] = "parquet"
+    for part, numbers in (("a", (0, 1)), ("b", (3, 4))):
+        (tmp_path / part).mkdir()
+        files = [(f"{i}.png", png(n)) for i, n in enumerate(numbers)]
+        labels = [(f"{i}.cls", str(n).encode()) for i, n in enumerate(numbers)]
+        both = [file for pair in zip(files, labels, strict=True) for file in pair]
+        tar(tmp_path / part / "0.tar", both)
+        if "parquet" in kinds:
+            rows = pa.table({"image": [png(n) for n in numbers], "label": numbers})
+            pq.write_table(rows, tmp_path / part / "0.parquet")
+    for kind, ending in kinds.items():
+        data = load_dataset(kind, path=f"{tmp_path}/*/0.{ending}")
+        assert torch.equal(data.images, IMAGES[[0, 1, 3, 4]])
+        assert data.labels.tolist() == [0, 1, 3, 4]
+
+
+def test_a_sample_that_is_there_twice(tmp_path):
+    for names in (("1.png", "1.png"), ("1.png", "2.png", "1.png")):
+        tar(tmp_path / "a.tar", [(name, png(1)) for name in names])
+        with pytest.raises(ConfigError, match="a.tar has two samples of the name 1"):
+            load_dataset("webdataset", path=str(tmp_path / "a.tar"))
 
 
 @pytest.mark.parametrize("bytes_of_a_header", [0, 100, 512])
