@@ -230,14 +230,15 @@ def _conv(words: Sequence[str]) -> tuple[Op, ConvSpec]:
 
 def _check_terms(which: str, given: dict[str, Any], unfused: bool, name: str | None) -> None:
     """ValueError: a term of an epilogue, or of a norm, that what is asked for does not have."""
-    terms = {"forward": FORWARD_TERMS, "input_grad": (*GRAD_TERMS, "first"), "weight_grad": ()}
+    forward = (*FORWARD_TERMS, "factor")
+    terms = {"forward": forward, "input_grad": (*GRAD_TERMS, "first"), "weight_grad": ()}
     known = () if unfused else terms[which]
     if name is not None:
         wanted = "input_grad" if name.endswith("input_grad") else "forward"
         if which != wanted or unfused:
             raise ValueError(f"op={name} is {wanted}, and not `unfused`")
-        known = (*FORWARD_TERMS, *GRAD_TERMS, "first", "groups", "tiles")
-    for term in (*FORWARD_TERMS, *GRAD_TERMS, "first", "groups", "tiles"):
+        known = (*TERMS, "first", "groups", "tiles")
+    for term in (*TERMS, "first", "groups", "tiles"):
         if term in given and term not in known:
             what = f"{'unfused ' * unfused}{which}"
             has = f"; it has {', '.join(known)}" if known else ""

@@ -43,7 +43,7 @@ BACKWARD = {
     "linear_dw": "the gradient of weight in linear",
     "norm_act_grad": "dz = da act'(z), and its partials: sums of dz and of dz xhat",
     "norm_grad_table": "coeff [N, 3, C] (p, q, r), and the gradients of weight, bias, scale, shift",
-    "norm_dx": "p dz + q x + r, of one tensor or two",
+    "norm_dx": "p dz + q x + r, of one tensor or two; fused, that of the first times a factor",
     "channel_norm_grad": "the gradients of what channel_norm reads, that of x + add; rows of it, "
     "and sums, which are rows of those of bias and weight",
     "act_grad": "dy act'(x)",
@@ -64,7 +64,7 @@ FUSED = {
     "weight_grads": "conv_dw or linear_dw of x0, dy0, x1, dy1, ... of one size, as y0, y1, ...",
     "columns": "channels start to stop, where they lie: rows are further apart",
     "pad_channels": "zeros behind the channels, up to `width`, in another dtype",
-    "conv_fused": "conv or linear + emb [N, C] + residual + extra columns^T; and partials of it",
+    "conv_fused": "factor (conv or linear + emb [N, C] + residual + extra columns^T); its partials",
     "norm": "norm_table and norm_apply, and dropout if there is an rng; the table, and words of it",
     "conv_input_grad": "conv_dx times act'(z), and its partials",
     "skip_dx": "norm_dx + dy weight, the input gradient of a 1x1 convolution beside the norm",

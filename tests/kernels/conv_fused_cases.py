@@ -92,12 +92,12 @@ def forward_reference(x, weight, bias, emb, residual, dtype):
     return reference.conv2d(x, weight, bias) + emb[:, None, None, :] + residual
 
 
-def check_forward(shape: Shape, dtype, device, config=None):
+def check_forward(shape: Shape, dtype, device, config=None, factor=None):
     x, weight, bias, emb, residual = forward_case(shape, dtype, device)
-    y, partials = conv_forward(
-        x, weight, bias, emb=emb, residual=residual, stats=True, config=config
-    )
+    terms = {"emb": emb, "residual": residual, "factor": factor}
+    y, partials = conv_forward(x, weight, bias, **terms, stats=True, config=config)
     exact = forward_reference(x, weight, bias, emb, residual, torch.float64)
+    exact = exact if factor is None else factor * exact
     assert y.dtype == dtype
     terms = shape.kernel**2 * shape.ci
     assert relative(y, exact) <= ROUNDING[dtype] + 2**-24 * terms**0.5
@@ -142,15 +142,15 @@ def extra_case(shape: Shape, c1: int, c2: int, dtype, device):
     return (x1, weight[:, :c1]), (x2, weight[:, c1:])
 
 
-def check_extra(shape: Shape, c1: int, c2: int, dtype, device, config=None, count=2):
+def check_extra(shape: Shape, c1: int, c2: int, dtype, device, config=None, count=2, factor=None):
     extra = extra_case(shape, c1, c2, dtype, device)[:count]
     x, weight, bias, emb, residual = forward_case(shape, dtype, device)
     extra_bias = randn(shape.co, seed=11, device=device)
-    y, partials = conv_forward(
-        x, weight, bias, emb=emb, extra=extra, extra_bias=extra_bias, stats=True, config=config
-    )
+    added = {"emb": emb, "extra": extra, "extra_bias": extra_bias, "factor": factor}
+    y, partials = conv_forward(x, weight, bias, **added, stats=True, config=config)
     exact = forward_reference(x, weight, bias + extra_bias, emb, residual * 0, torch.float64)
     exact = exact + sum(x.double() @ w.double().T for x, w in extra)
+    exact = exact if factor is None else factor * exact
     terms = shape.kernel**2 * shape.ci + c1 + c2
     assert relative(y, exact) <= ROUNDING[dtype] + 2**-24 * terms**0.5
     check_stats(y, partials)

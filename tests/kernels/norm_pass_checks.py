@@ -5,6 +5,7 @@ import torch
 from triton_kernels import reference
 from triton_kernels.norm import passes as norm_passes, tables as norm_tables
 from triton_kernels.reductions import row_sums
+from triton_kernels.reference import fused
 
 from .norm_cases import (
     EPS,
@@ -126,3 +127,26 @@ def check_dx_without_sums(case):
     dx = norm_passes.norm_dx(dz, halves[0], second_half(halves), coeff)
     for got, want in zip(dx, exact, strict=False):
         assert_near("dx", got, want, floor=rounding)
+
+
+def check_dx_times_a_number(n, h, w, channels, upsample1, dtype, device):
+    """The gradient of the first half, and the rows of its sums, beside the twin in float64."""
+    c1, *second = channels
+    small = (h // 2, w // 2) if upsample1 else (h, w)
+    x1, dz, add1, more = (
+        randn(n, *shape, dtype=dtype, device=device)
+        for shape in ((*small, c1), (h, w, sum(channels)), (h, w, c1), (h, w, c1))
+    )
+    x2 = randn(n, h, w, *second, dtype=dtype, device=device) if second else None
+    coeff = randn(n, 3, sum(channels), device=device)
+    adds = {"add1": add1, "add1_second": more, "add2": x2}
+    options = {"upsample1": upsample1, "factor": -(0.5**0.5), "sums": True}
+    dx1, dx2, rows = norm_passes.norm_dx(dz, x1, x2, coeff, **adds, **options)
+    adds = {name: x if x is None else x.double() for name, x in adds.items()}
+    tensors = (x if x is None else x.double() for x in (dz, x1, x2, coeff))
+    exact1, exact2, sums = fused.norm_dx(*tensors, **adds, **options)
+    rounding = torch.finfo(dtype).eps / 2 + 2e-6
+    assert_near("dx1", dx1, exact1, floor=rounding)
+    assert_near("rows", rows.double().sum(0), sums.sum(0), floor=1e-5)
+    if second:
+        assert_near("dx2", dx2, exact2, floor=rounding)

@@ -31,6 +31,7 @@ import triton_kernels
 from benchmarks import goldens
 from diffusion.runs.precompile_worker import train
 from triton_kernels.attention import attention_bwd_rows
+from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split, split_spec
 from triton_kernels.noise.loss_aware import draw_weighted_timesteps, record_losses
 from triton_kernels.registry.chips import CHIPS
@@ -135,6 +136,7 @@ def _others() -> dict[str, Callable[[], None]]:
         "channel norms": _channel_norms,
         "linear attention": _linear_attention,
         "gated products": _gated,
+        "sums that a number multiplies": _scaled_sums,
         "parts of a sum through pointers": _parts_through_pointers,
     } | {
         f"train {name}": lambda o=options, p=precision: _train(network | o, p)
@@ -220,6 +222,21 @@ def _gated() -> None:
         x, dy = torch.empty(4, 4096, 2 * c, dtype=dtype), torch.empty(4, 4096, c, dtype=dtype)
         ops.gated_forward(x, activation)
         ops.gated_backward(dy, x, activation)
+
+
+def _scaled_sums() -> None:
+    """As EDM's DDPM++ has them, and their gradients."""
+    for c, size, beside in ((256, 3, 0), (256, 3, 128), (256, 1, 0), (640, 1, 0)):
+        x = torch.empty(16, 32, 32, c, dtype=torch.bfloat16)
+        weight = torch.empty(c, c, size, size, dtype=x.dtype).to(memory_format=torch.channels_last)
+        extra = [(x[..., :beside].contiguous(), torch.empty(c, beside, dtype=x.dtype))]
+        terms = {"extra": extra} if beside else {"residual": x}
+        conv_forward(x, weight, torch.empty(c), **terms, factor=0.5**0.5, stats=True)
+    ops, coeff = triton_kernels.fused_ops, torch.empty(16, 3, 640)
+    low, weight = x[..., :256].contiguous(), torch.empty(256, 640, 1, 1, dtype=x.dtype)
+    ops.norm_dx(x, x, None, coeff, add1=x, add1_second=x, sums=True, factor=0.5**0.5)
+    halves = x[..., :384].contiguous(), low
+    ops.skip_dx(low, weight, x, *halves, coeff, sums=True, factor=0.5**0.5)
 
 
 def _channel_norms() -> None:

@@ -65,6 +65,15 @@ def test_extra_pointwise_convolutions(count, dtype, device):
     check_extra(SMALL["3x3"], 72, 24, dtype, device, count=count)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["3x3", "images of 16 pixels", "1x1", "empty batch"])
+def test_sums_that_a_number_multiplies(name, dtype, device):
+    check_forward(SMALL[name], dtype, device, factor=-(0.5**0.5))
+    check_extra(SMALL[name], 72, 24, dtype, device, factor=3)
+    rows = next(c for c in conv_fused._FWD_CONFIGS if c.rows > 1)
+    check_forward(Shape(3, 8, 16, 72, 136), dtype, device, rows, factor=0.1)
+
+
 def test_statistics_do_not_cancel(device):
     """Values of 1000 and more with a spread of about 1, in the three digits that fp16 then has."""
     shape = SMALL["3x3"]

@@ -70,6 +70,13 @@ class TestGpu:
         repeatedly(lambda: check_forward(SHAPES[name], dtype, device, config))
 
     @pytest.mark.parametrize("config", TILES, ids=str)
+    @pytest.mark.parametrize("name", ["32x32", "8x8", "channels that fill no block"])
+    def test_sums_that_a_number_multiplies(self, name, config, device):
+        skip_uncut(name, config)
+        shape, dtype = SHAPES[name], torch.bfloat16
+        repeatedly(lambda: check_forward(shape, dtype, device, config, factor=0.5**0.5))
+
+    @pytest.mark.parametrize("config", TILES, ids=str)
     @pytest.mark.parametrize("name", [*SHAPES, *ODD])
     def test_forward_without_sums(self, name, config, device):
         """Tiles are rows of any images."""

@@ -103,6 +103,15 @@ def test_extra_pointwise_convolutions(count, dtype, device):
     check_extra(ODD["odd channels"], 7, 24, dtype, device, count=count)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["3x3", "7x7", "1x1", "odd channels"])
+def test_sums_that_a_number_multiplies(name, dtype, device):
+    shape = (SMALL | RAGGED | ODD)[name]
+    check_forward(shape, dtype, device, factor=-(0.5**0.5))
+    check_extra(shape, 72, 24, dtype, device, factor=3)
+    check_forward(Shape(2, 4, 16, 64, 128), dtype, device, tile(64, 64, 4), factor=0.1)
+
+
 def test_no_term_but_the_bias(device):
     shape = Shape(3, 5, 7, 16, 24)
     x, weight, bias, emb, residual = forward_case(shape, torch.float16, device)

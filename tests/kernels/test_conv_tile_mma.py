@@ -119,6 +119,13 @@ class TestGpu:
         repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, count))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("name", ["32x32", "8x8", "channels that fill no block"])
+    def test_sums_that_a_number_multiplies(self, name, config, device):
+        shape, dtype = SHAPES[name], torch.bfloat16
+        repeatedly(lambda: check_forward(shape, dtype, device, config, factor=0.5**0.5))
+        repeatedly(lambda: check_extra(shape, 72, 24, dtype, device, config, factor=-3))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("name", ["channels that fill no block", "48x48 of 96"])
     def test_extra_of_channels_that_fill_no_block(self, name, config, device):
         shape, dtype = SHAPES[name], torch.bfloat16

@@ -33,6 +33,7 @@ from .norm_cases import (
 from .norm_pass_checks import (
     by_kernels,
     check_backward,
+    check_dx_times_a_number,
     check_dx_without_sums,
     check_upsampled,
     table_of,
@@ -260,6 +261,13 @@ def test_dx_alone(channels, device):
     check_dx_without_sums(make_case((2, 5, 3), channels, 2, device=device))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("upsample1", [False, True])
+@pytest.mark.parametrize("channels", [(12,), (28, 20)], ids=["one", "two-halves"])
+def test_dx_times_a_number(channels, upsample1, dtype, device):
+    check_dx_times_a_number(2, 6, 10, channels, upsample1, dtype, device)
+
+
 def test_dx_in_place_of_dz(device):
     dz, x, coeff = (randn(*s, device=device) for s in ((2, 3, 5, 8), (2, 3, 5, 8), (2, 3, 8)))
     want, _, rows = norm_passes.norm_dx(dz, x, None, coeff)
@@ -371,6 +379,13 @@ def test_large_tiles(shape, channels, ks, device, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_upsampled_half_on_the_gpu(shape, dtype, device):
     check_upsampled(*shape, dtype, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("upsample1", [False, True])
+@pytest.mark.parametrize("shape", [(16, 32, 32, (256,)), (5, 14, 10, (40, 20))], ids=str)
+def test_dx_times_a_number_on_the_gpu(shape, upsample1, device):
+    check_dx_times_a_number(*shape, upsample1, torch.bfloat16, device)
 
 
 @pytest.mark.gpu

@@ -88,11 +88,12 @@ def _inputs(case: Case, dtype, device) -> dict[str, Tensor | None]:
     }
 
 
-def _check(case: Case, dtype, device, config=None, sums: bool | RowSums = True):
+def _check(case: Case, dtype, device, config=None, sums: bool | RowSums = True, factor=None):
     inputs = _inputs(case, dtype, device)
     exact = {k: v if v is None else v.double() for k, v in inputs.items()}
-    got = skip_dx.skip_dx(**inputs, sums=sums, upsample1=case.upsample1, config=config)
-    want = fused_reference.skip_dx(**exact, sums=True, upsample1=case.upsample1)
+    options = {"upsample1": case.upsample1, "factor": factor}
+    got = skip_dx.skip_dx(**inputs, sums=sums, **options, config=config)
+    want = fused_reference.skip_dx(**exact, sums=True, **options)
     for name, g, e in zip(("dx1", "dx2"), got, want, strict=False):
         assert (g is None) == (e is None)
         if e is not None:
@@ -110,6 +111,15 @@ def _check(case: Case, dtype, device, config=None, sums: bool | RowSums = True):
 @pytest.mark.parametrize("name", SMALL)
 def test_small(name, dtype, device):
     _check(SMALL[name], dtype, device)
+
+
+SCALED = ["one input", "two inputs", "14x10, upsampled", "halves of 24 and 40", "7x7"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SCALED)
+def test_sums_that_a_number_multiplies(name, dtype, device):
+    _check(SMALL[name], dtype, device, factor=-(0.5**0.5))
 
 
 def test_rows_in_a_place_of_row_sums(device):
@@ -169,6 +179,12 @@ def test_without_a_tma_unit(name, dtype, device, no_tma):
     _check((SMALL | ODD)[name], dtype, device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*SCALED, "odd channels"])
+def test_sums_that_a_number_multiplies_without_a_tma_unit(name, dtype, device, no_tma):
+    _check((SMALL | ODD)[name], dtype, device, factor=-(0.5**0.5))
+
+
 @pytest.mark.parametrize("config", distinct(pointer_skip_dx.TILES), ids=str)
 @pytest.mark.parametrize("name", ["two inputs, two gradients", "14x10, upsampled"])
 def test_every_tile_without_a_tma_unit(name, config, device, no_tma):
@@ -185,6 +201,7 @@ def test_every_config_at_model_shapes(name, config, device):
     case = MODEL[name]
     if case.halves and case.c1 % config.block_c:
         pytest.skip("a tile of two tensors")
+    _check(case, torch.bfloat16, device, config, factor=0.5**0.5)
     first = _check(case, torch.bfloat16, device, config)
     for _ in range(3):
         again = _check(case, torch.bfloat16, device, config)

@@ -9,7 +9,7 @@ EMB = 6
 LAYERS = (
     "conv", "pointwise", "down", "down_padded", "pool", "up", "norm", "norm_act", "film", "act",
     "emb", "residual", "concat", "attention", "packed", "gate", "scale", "tokens", "dropout",
-    "down_even", "wide", "skip", "swish", "vector", "mixed", "mlp", "blend", "adapted",
+    "down_even", "wide", "skip", "swish", "vector", "mixed", "mlp", "blend", "adapted", "weighed",
 )  # fmt: skip
 
 
@@ -70,6 +70,7 @@ class RandomNetwork(nn.Module):
             "swish": lambda: {"norm": norm()},
             "vector": lambda: {"conv": nn.Conv2d(c, c, 3, padding=1, bias=False), "norm": norm()},
             "mixed": lambda: {"linear": nn.Linear(c, c)},
+            "weighed": lambda: {"norm": norm(), "conv": nn.Conv2d(c, c, 3, padding=1)},
             "blend": lambda: {"linear": nn.Linear(EMB, c), "conv": nn.Conv2d(c, c, 1)},
             "mlp": lambda: {"wider": nn.Conv2d(c, 3 * c, 1), "last": nn.Linear(3 * c, c)},
         }
@@ -149,6 +150,8 @@ class RandomNetwork(nn.Module):
             elif name == "blend":
                 gate = parts["linear"](emb)[:, :, None, None]
                 x = gate * parts["conv"](x) + x * torch.sigmoid(gate)
+            elif name == "weighed":
+                x = (parts["conv"](self.activation(parts["norm"](x))) + x) / 2**0.5
             elif name == "mlp":
                 y = self.activation(parts["wider"](x)).permute(0, 2, 3, 1)
                 y = parts["last"](y if h > w else y.flatten(1, 2)).reshape(n, h, w, c)

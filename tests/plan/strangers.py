@@ -1,6 +1,7 @@
 """Modules that other people might write, small, with what they are called with."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -492,6 +493,49 @@ class ByChannels(nn.Module):
         return y.permute(0, 3, 1, 2) / np.sqrt(2.0)
 
 
+class Halved(nn.Module):
+    """A block of EDM's DDPM++ and of score_sde's NCSN++, whose sums keep their variance; with
+    attention if it does not resample."""
+
+    def __init__(self, a: int, b: int, emb: int, resample: Callable | None = None) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(4, c, eps=1e-6) for c in (a, b, b))
+        self.convs = nn.ModuleList(nn.Conv2d(c, b, 3, padding=1) for c in (a, b))
+        self.emb, self.qkv = nn.Linear(emb, b), nn.Conv2d(b, 3 * b, 1)
+        self.proj = nn.Conv2d(b, b, 1)
+        self.skip = nn.Conv2d(a, b, 1) if a != b or resample else nn.Identity()
+        self.resample, self.attends = resample or nn.Identity(), resample is None
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        h = self.convs[0](self.resample(F.silu(self.norms[0](x))))
+        h = F.silu(self.norms[1](h + self.emb(emb)[:, :, None, None]))
+        x = (self.convs[1](h) + self.skip(self.resample(x))) * 0.5**0.5
+        if not self.attends:
+            return x
+        qkv = self.qkv(self.norms[2](x)).flatten(2).unflatten(1, (3, -1)).transpose(2, 3)
+        o = F.scaled_dot_product_attention(*qkv.unsqueeze(2).unbind(1)).squeeze(1)
+        return (x + self.proj(o.transpose(1, 2).unflatten(2, x.shape[2:]))) / np.sqrt(2.0)
+
+
+class SumsOfOneVariance(nn.Module):
+    """A UNet of such blocks."""
+
+    def __init__(self, c: int, emb: int) -> None:
+        super().__init__()
+        up = partial(F.interpolate, scale_factor=2.0, mode="nearest")
+        self.stem, self.head = nn.Conv2d(3, c, 3, padding=1), nn.Conv2d(c, 3, 3, padding=1)
+        sizes = (c, c), (c, c, partial(F.avg_pool2d, kernel_size=2)), (c, 2 * c), (2 * c, 2 * c, up)
+        self.blocks = nn.ModuleList(Halved(*size[:2], emb, *size[2:]) for size in sizes)
+        self.last = Halved(3 * c, c, emb)
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        large = self.blocks[0](self.stem(x), emb)
+        x = large
+        for block in self.blocks[1:]:
+            x = block(x, emb)
+        return self.head(self.last(torch.cat((x, large), dim=1), emb))
+
+
 class Fourier(nn.Module):
     """Of few frequencies, as neural operators have it."""
 
@@ -511,6 +555,7 @@ class Fourier(nn.Module):
 LEVELS = torch.tensor([0.3, 0.9])
 add("as SR3", lambda: SR3(8, 16), (2, 8, 4, 6), LEVELS)
 add("biases behind", lambda: ByChannels(8), (2, 3, 4, 6), (2, 2))
+add("sums of one variance", lambda: SumsOfOneVariance(8, 6), (2, 3, 8, 12), (2, 6))
 add("Fourier layers", lambda: _image(Fourier(16)), (1, 3, 8, 6))
 
 # --- what a module may do to tensors --------------------------------------------------------------

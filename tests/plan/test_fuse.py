@@ -26,7 +26,7 @@ from tests.diffusion.diffusers_models import ours
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
 from tests.plan.random_networks import networks
-from tests.plan.strangers import Embedded, Magnitudes, Normed
+from tests.plan.strangers import Embedded, Magnitudes, Normed, SumsOfOneVariance
 from triton_kernels import fused_ops
 from triton_kernels.attention.configs import CROSS_ATTENTION_GRAD
 from triton_kernels.registry.chips import chip
@@ -253,6 +253,7 @@ def test_every_row_is_used_by_the_networks(trains, products_on_small_images):
         plans += (plan(*crossing, trains=True, kernels=kernels),)
     given = torch.randn(2, 3, 8, 12), torch.randn(2, 6)
     plans += (plan(Embedded(16, 6), given, trains=trains),)
+    plans += (plan(SumsOfOneVariance(8, 6), given, trains=trains),)
     with torch.autocast("cpu", torch.bfloat16):
         normed = Normed(), (torch.randn(2, 3, 4, 6), torch.tensor([3.0, 400.0]))
         plans += (plan(*normed, trains=trains),)
@@ -329,6 +330,16 @@ def test_rows_of_an_embedding_are_read_where_they_lie(trains):
     reading = [n for n in made.schedule.nodes if {"scale", "shift"} & set(n.inputs)]
     assert len(reading) == 1 + trains
     assert all(makers[n.inputs["scale"]].op == "columns" for n in reading)
+
+
+def test_a_number_behind_a_sum_is_no_pass():
+    """Neither forward, where the sums for the next norm stay in the launch that adds, nor backward,
+    but for that of the last sum, whose gradient no norm makes."""
+    made = plan(SumsOfOneVariance(8, 6), (torch.randn(2, 3, 8, 12), torch.randn(2, 6)), trains=True)
+    counts = made.graph.count()
+    assert counts["affine"] == 1 and "moments" not in counts
+    scaled = [n.op for n in made.graph.nodes if "factor" in n.attrs and n.op != "upsample"]
+    assert sorted(scaled) == ["conv_fused"] * 8 + ["norm_dx"] * 5 + ["skip_dx"] * 2
 
 
 def test_sums_serve_every_norm_and_are_those_before_upsampling():
@@ -418,7 +429,7 @@ class Scaled(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3, padding=1)
 
     def forward(self, x):
-        y = self.conv(x) * 0.5 + 1
+        y = self.conv(x).sin() * 0.5 + 1
         return y * 3 - 2 + torch.tanh(y)
 
 

@@ -2,7 +2,7 @@
 
 Forward, rounded once from the float32 accumulator, with sums of the rounded y for the next norm:
 
-    y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of other tensors
+    y = factor (conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of other tensors)
 
 Input gradient of y = conv(act(z)), z = xhat g + b, xhat = (x - mean) rstd, and the sums that the
 norm's own backward pass needs:
@@ -102,7 +102,7 @@ FORWARD = Op(
     "conv_forward",
     key=("h", "w", "k", "c", "r", "s", "dtype", "residual", "extras", "stats"),
     kernels=(
-        _tma(_FWD_CONFIGS, fused_launch.forward, FORWARD_TERMS),
+        _tma(_FWD_CONFIGS, fused_launch.forward, (*FORWARD_TERMS, "factor")),
         pointer.FORWARD,
         *row_mma.KERNELS,
         tile_mma.KERNEL,
@@ -140,9 +140,9 @@ def conv_forward(
     config: tuple | None = None,  # of a kernel of `FORWARD`
     **terms: Any,  # of `Terms`
 ) -> tuple[Tensor, Tensor | None]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
-    """conv(x) + bias + the terms, and its partials: of each tile of H W / K pixels, the sum of y
-    and that of (y - mean of the tile)^2, with y as it was rounded. Beyond CO, y has zeros. With
-    `tf32` y of float32 is rounded to TF32: products in that read it."""
+    """conv(x) + bias + the terms, times their factor, and its partials: of each tile of H W / K
+    pixels, the sum of y and that of (y - mean of the tile)^2, with y as it was rounded. Beyond CO,
+    y has zeros. With `tf32` y of float32 is rounded to TF32: products in that read it."""
     n, h, w, _ = x.shape
     added, options = Terms(**terms), {"width": width, "allow_tf32": allow_tf32, "tf32": tf32}
     if config is None:

@@ -17,6 +17,7 @@ class Terms(NamedTuple):
     # Rows of their filters are any multiple of 16 bytes apart: columns of that of a concatenation.
     extra: Sequence[tuple[Tensor, Tensor]] = ()
     extra_bias: Tensor | None = None  # float32 [CO]
+    factor: float | None = None  # multiplies the sum of all that
 
     @property
     def others(self) -> list[Tensor]:
@@ -26,14 +27,14 @@ class Terms(NamedTuple):
     @property
     def asked(self) -> dict[str, Any]:
         """For `forward_spec`."""
-        there = {name: getattr(self, name) is not None for name in ("emb", "residual")}
+        there = {name: getattr(self, name) is not None for name in ("emb", "residual", "factor")}
         return there | {"extra": self.others}
 
     @property
     def operands(self) -> tuple:
         """In the order of `Operands`, from what is read beside the result on."""
         beside = () if self.residual is None else (self.residual,)
-        return beside, self.extra, self.extra_bias, self.emb
+        return beside, self.extra, self.extra_bias, self.emb, self.factor
 
     def check(self, y: Tensor, co: int) -> None:
         """Raise unless they can be added to y [N, H, W, .] of so many channels."""
@@ -54,6 +55,7 @@ def forward_spec(
     emb: bool = False,
     residual: bool = False,
     extra: Sequence[Tensor] = (),  # of which 1x1 convolutions are added
+    factor: bool = False,
     stats: bool = False,
     allow_tf32: bool = True,  # of float32
     **rest: Any,  # fields of the spec
@@ -62,6 +64,6 @@ def forward_spec(
     n, h, w, k = x.shape
     co, ci, r, s = weight.shape
     dtype, c = dtype_name(x.dtype, allow_tf32), co if width is None else width
-    rest |= {"emb": emb, "residual": residual, "stats": stats}
+    rest |= {"emb": emb, "residual": residual, "factor": factor, "stats": stats}
     rest["extra"] = tuple(other.shape[3] for other in extra)
     return ConvSpec(n, dtype, h, w, k, c, r, s, filters=(co, ci), **rest)

@@ -52,10 +52,12 @@ def skip_dx(
     *,
     dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
     upsample1: bool = False,
+    factor: float | None = None,
     allow_tf32: bool = True,  # of float32: then results are rounded to it as well
     config: Config | PointerTile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx1 = p dz + q x1 + r + W^T dy + add1, and dx2 alike but for add1, rounded once.
+    """dx1 = factor (p dz + q x1 + r + W^T dy + add1), and dx2 alike but for factor and add1,
+    rounded once.
 
     `upsample1`, `sums` and the third result are as those of `norm.passes.norm_dx`. NormSums are for
     tiles of one image and of one half, see `folds`. If no tile of channels divides the halves, each
@@ -70,12 +72,12 @@ def skip_dx(
     if isinstance(coeff, NormSums):
         assert folds(config, dy, x1, x2, upsample1), "a tile of several images, or of both halves"
     if halves or not straddles(config, x1, x2):
-        rest = coeff, add1, sums, upsample1, config, precision
+        rest = coeff, add1, sums, upsample1, factor, config, precision
         return _launch(dy, weight, dz, 0, x1, x2, *rest, dz2)
     c1 = x1.shape[3]
     first, second = (weight[:, :c1], dz, 0, x1, None), (weight[:, c1:], dz, c1, x2, None)
-    dx1, _, rows = _launch(dy, *first, coeff, add1, sums, upsample1, config, precision)
-    dx2, _, _ = _launch(dy, *second, coeff, None, False, False, config, precision)
+    dx1, _, rows = _launch(dy, *first, coeff, add1, sums, upsample1, factor, config, precision)
+    dx2, _, _ = _launch(dy, *second, coeff, None, False, False, None, config, precision)
     return dx1, dx2, rows
 
 
@@ -131,6 +133,7 @@ def _launch(
     add1: Tensor | None,
     sums: bool | RowSums,
     upsample1: bool,
+    factor: float | None,
     config: Config,
     precision: str,
     dz2: Tensor | None = None,
@@ -138,12 +141,12 @@ def _launch(
     n, h, w, co = dy.shape
     c1 = x1.shape[3]
     c = c1 if x2 is None else c1 + x2.shape[3]
-    factor = 2 if upsample1 else 1
+    fine = 2 if upsample1 else 1  # pixels of dz to one of x1, along an axis
     assert weight.shape == (co, c, 1, 1) and weight.stride(1) == 1 and weight.dtype == dy.dtype
     channels = begin + c if dz2 is not None else dz.shape[3]  # that have coefficients
     assert dz2 is not None or (dz.shape[:3] == (n, h, w) and begin + c <= channels)
     assert dz2 is None or not straddles(config, x1, x2), "a tile of two tensors"
-    assert x1.shape == (n, h // factor, w // factor, c1)
+    assert x1.shape == (n, h // fine, w // fine, c1)
     for x in (dy, dz, dz2, x1, x2, add1):
         assert x is None or (x.is_contiguous() and x.dtype == dy.dtype)
     dx1 = _empty(x1.shape, dtype=x1.dtype, device=x1.device)
@@ -160,7 +163,7 @@ def _launch(
         return dx1, dx2, rows
     columns = dz if dz2 is not None else dz[..., begin : begin + c]
     tensors = dy, weight.view(co, c), columns, dz2, x1, x2, add1, coeff, dx1, dx2, rows
-    operands = SkipOperands(*tensors, box, upsample1, precision)
+    operands = SkipOperands(*tensors, factor, box, upsample1, precision)
     SKIP_DX.kernel_of(config).launch(config, operands)
     return dx1, dx2, rows
 

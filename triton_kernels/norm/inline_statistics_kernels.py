@@ -162,6 +162,7 @@ def norm_dx_inline_kernel(
             x = tl.load(x_ptr + here + offs, mask=mask)
         dx = p_c[None, :] * dz.to(tl.float32) + (q_c[None, :] * x.to(tl.float32) + r_c[None, :])
         acc = store_dx(
-            dx, acc, add_ptr, add_second_ptr, dx_ptr, sums_ptr, here, offs, mask, MASKED, TF32
-        )
+            dx, acc, add_ptr, add_second_ptr, None, dx_ptr, sums_ptr, here, offs, mask, MASKED,
+            TF32,
+        )  # fmt: skip
     store_sums(sums_ptr, (n * K + k) * C + offs_c, acc, dz_ptr.dtype.element_ty, mask_c)

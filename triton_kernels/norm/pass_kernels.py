@@ -28,6 +28,7 @@ def store_dx(
     acc,  # likewise: of the tiles before
     add_ptr,  # or None
     add_second_ptr,  # or None
+    factor,  # or None
     dx_ptr,
     sums_ptr,  # or None: acc stays as it is
     first,  # where the tile is in each of them
@@ -36,11 +37,13 @@ def store_dx(
     MASKED: tl.constexpr,
     TF32: tl.constexpr,
 ):
-    """Add two tensors to a tile of dx, round and store it; acc + dx."""
+    """Add two tensors to a tile of dx, multiply, round and store it; acc + dx."""
     if add_ptr is not None:
         dx += tl.load(add_ptr + first + offs, mask=mask).to(tl.float32)
     if add_second_ptr is not None:
         dx += tl.load(add_second_ptr + first + offs, mask=mask).to(tl.float32)
+    if factor is not None:
+        dx *= factor
     tl.store(dx_ptr + first + offs, as_operand(dx, dx_ptr.dtype.element_ty, TF32), mask=mask)
     if sums_ptr is not None:
         acc += tl.where(mask, dx, 0.0) if MASKED else dx
@@ -62,6 +65,7 @@ def _norm_dx_half(
     table_ptr,  # float32 [N, 4, C] or None
     add_ptr,  # or None
     add_second_ptr,  # or None
+    factor,  # or None
     dx_ptr,
     sums_ptr,  # float32 [N, K, CH] or None
     n,
@@ -99,8 +103,9 @@ def _norm_dx_half(
             dz *= activate_affine_grad(x, slope[None, :], offset[None, :], ACT)
         dx = p[None, :] * dz + (q[None, :] * x + r[None, :])
         acc = store_dx(
-            dx, acc, add_ptr, add_second_ptr, dx_ptr, sums_ptr, first, offs, mask, MASKED, TF32
-        )
+            dx, acc, add_ptr, add_second_ptr, factor, dx_ptr, sums_ptr, first, offs, mask,
+            MASKED, TF32,
+        )  # fmt: skip
     store_sums(sums_ptr, (n * K + k) * CH + offs_c, acc, dz_ptr.dtype.element_ty, mask_c)
 
 
@@ -120,6 +125,7 @@ def _norm_dx_upsampled(
     coeff_ptr,  # float32 [N, 3, C]
     add_ptr,  # [N, HW, CH] or None
     add_second_ptr,  # [N, HW, CH] or None
+    factor,  # or None
     dx_ptr,  # [N, H/2, W/2, CH]: sums over 2x2 pixels
     sums_ptr,  # float32 [N, K, CH] or None
     n,
@@ -155,7 +161,7 @@ def _norm_dx_upsampled(
             dx += _sum_four(add_ptr + n * HW * CH, offs_fine, W, CH, mask)
         if add_second_ptr is not None:
             dx += _sum_four(add_second_ptr + n * HW * CH, offs_fine, W, CH, mask)
-        acc = store_dx(dx, acc, None, None, dx_ptr, sums_ptr, 0, offs, mask, MASKED, TF32)
+        acc = store_dx(dx, acc, None, None, factor, dx_ptr, sums_ptr, 0, offs, mask, MASKED, TF32)
     store_sums(sums_ptr, (n * K + k) * CH + offs_c, acc, dz_ptr.dtype.element_ty, mask_c)
 
 
@@ -180,6 +186,7 @@ def norm_dx_kernel(
     K,
     CB1,
     CB,
+    factor,  # multiplies dx1; or None
     UPSAMPLE: tl.constexpr,
     ACT: tl.constexpr,  # with a table
     MASKED: tl.constexpr,
@@ -198,17 +205,17 @@ def norm_dx_kernel(
         c0 = pid_c * BLOCK_C
         if UPSAMPLE:
             _norm_dx_upsampled(
-                dz_ptr, x1_ptr, coeff_ptr, add1_ptr, add1_second_ptr, dx1_ptr, sums_ptr,
+                dz_ptr, x1_ptr, coeff_ptr, add1_ptr, add1_second_ptr, factor, dx1_ptr, sums_ptr,
                 n, k, c0, HW, W, C1, C, K, MASKED, TILES, BLOCK_P // 4, BLOCK_C, TF32,
             )  # fmt: skip
         else:
             _norm_dx_half(
-                dz_ptr, x1_ptr, coeff_ptr, table_ptr, add1_ptr, add1_second_ptr, dx1_ptr, sums_ptr,
-                n, k, c0, 0, HW, C1, C, K, ACT, MASKED, TILES, BLOCK_P, BLOCK_C, TF32,
+                dz_ptr, x1_ptr, coeff_ptr, table_ptr, add1_ptr, add1_second_ptr, factor, dx1_ptr,
+                sums_ptr, n, k, c0, 0, HW, C1, C, K, ACT, MASKED, TILES, BLOCK_P, BLOCK_C, TF32,
             )  # fmt: skip
     elif x2_ptr is not None:
         c0 = (pid_c - CB1) * BLOCK_C
         _norm_dx_half(
-            dz_ptr, x2_ptr, coeff_ptr, table_ptr, add2_ptr, None, dx2_ptr, None,
+            dz_ptr, x2_ptr, coeff_ptr, table_ptr, add2_ptr, None, None, dx2_ptr, None,
             n, k, c0, C1, HW, C2, C, K, ACT, MASKED, TILES, BLOCK_P, BLOCK_C, TF32,
         )  # fmt: skip

@@ -198,11 +198,12 @@ def norm_dx(
     table: Tensor | None = None,  # float32 [N, 4, C1 + C2], of `norm_table`
     activation: str = "identity",  # with a table
     upsample1: bool = False,
+    factor: float | None = None,
     tf32: bool = False,
     out: Tensor | None = None,  # as x1; may be dz if there is no x2
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """dx1 = p dz + q x1 + r + add1 + add1_second and dx2 alike, in the dtype of their x, each sum
-    rounded once.
+    """dx1 = factor (p dz + q x1 + r + add1 + add1_second) and dx2 alike but for the factor, in the
+    dtype of their x, each sum rounded once.
 
     With a table dz is the gradient of act(norm(x)), which is multiplied by act'(norm(x)) first, and
     coeff is `centred`: dx = p dz + q (x - mean) + r. With upsample1 x1 stands for a
@@ -239,7 +240,7 @@ def norm_dx(
     dx2 = None if x2 is None else _empty(x2.shape, dtype=x2.dtype, device=x2.device)
     place = row_place(sums, x1.device)
     rows = None if place is None else place(n * grid.k, c1)
-    shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb)
+    shape = (h * w, w, c1, c2, grid.k, grid.cb1, grid.cb, factor)
     norm_dx_kernel[(grid.programs,)](
         dz, x1, x2, coeff, table, *adds, dx1, dx2, rows, *shape, upsample1,
         rounded_grad(activation, x1.dtype), *grid.tile, tf32,

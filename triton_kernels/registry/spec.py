@@ -28,7 +28,7 @@ _BYTES = {name: dtype.itemsize for dtype, name in _NAMES.items()} | {"tf32": 4}
 # pass and in an input gradient:
 FORWARD_TERMS = ("emb", "residual", "extra", "stats")
 GRAD_TERMS = ("activation", "mask", "drawn")
-TERMS = (*FORWARD_TERMS, *GRAD_TERMS)
+TERMS = (*FORWARD_TERMS, "factor", *GRAD_TERMS)
 
 
 def dtype_name(dtype: torch.dtype, allow_tf32: bool = False) -> str:
@@ -104,6 +104,7 @@ class ConvSpec(Spec):
     emb: bool = False  # + embedding[n, c]
     residual: bool = False  # + a tensor like y
     extra: tuple[int, ...] = ()  # + 1x1 convolutions of other tensors: the channels of each
+    factor: bool = False  # a number multiplies the sum of all that
     stats: bool = False  # partial sums of y per tile, for the next norm
     activation: str | None = None  # of an input gradient: dz = dx act'(z), and its partial sums
     mask: bool = False  # of an input gradient: dropout

@@ -75,6 +75,19 @@ def _embedding_of(f: Fusing, node: Node, value: Value) -> Value | None:
     return f.uncast(reshape.inputs["x"])  # the epilogue adds in float32
 
 
+def epilogue_factor(f: Fusing, node: Node) -> Value | None:
+    """factor (conv + terms): the number that the sum of a block and its skip is multiplied with"""
+    conv = f.maker(node.inputs["x"], "conv", "linear", "conv_fused")
+    if node.attrs["offset"] or not has_epilogue(f, conv) or f.reader(conv.out, node.op) is None:
+        return None
+    if "partials" in conv.outputs or node.out.dtype != conv.out.dtype:
+        return None
+    becomes_fused(conv)
+    conv.attrs = conv.attrs | {"factor": node.attrs["scale"] * conv.attrs.get("factor", 1)}
+    f.write(conv, node.out, node)
+    return node.out
+
+
 # by op, of each result: the inputs that are added to it
 _ADDED = {
     "channel_norm": {"y": ("residual",)},

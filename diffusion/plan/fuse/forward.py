@@ -1,7 +1,7 @@
 """The rows of the forward pass, in the order in which they are applied."""
 
 from .by_pytorch import WHEN, WHERE_IT_LIES, WIDENED, added_product, cat_as_it_is_read
-from .epilogue import added, epilogue_add, partials, terms_together
+from .epilogue import added, epilogue_add, epilogue_factor, partials, terms_together
 from .few_channels import few_inputs, few_outputs
 from .norms import dropped_pass, table_and_pass
 from .resampled import conv_upsampled, halved, norm_of_upsampled
@@ -25,6 +25,10 @@ FORWARD_ROWS = (
     Row(
         "embedding, residual and 1x1 skip in the epilogue", ("add",), epilogue_add,
         "16.0 % of a pass of 32 images"
+    ),
+    Row(
+        "a number in the epilogue", ("affine",), epilogue_factor,
+        "2.2 % of a step of EDM's DDPM++ at 64 images (predicted)", ("train",)
     ),
     Row("sums in the epilogue", ("moments",), partials, "4.9 % of a pass of 32 images"),
     Row(

@@ -163,6 +163,19 @@ def _is_of_pixels(node: Node) -> bool:
     return node.attrs["axes"] == (1, 2) and len(node.out.shape) == 2
 
 
+def factor_of_dx(f: Fusing, node: Node) -> Value | None:
+    """The number that a gradient is multiplied with, in the launch that adds it up"""
+    dx = node.inputs["x"]
+    made = f.maker(dx, *NORM_DX)
+    if made is None or made.outputs["dx1"] is not dx or f.reader(dx, node.op) is not node:
+        return None
+    if node.attrs["offset"] or node.out.dtype != dx.dtype or "rows" in made.outputs:
+        return None
+    made.attrs = made.attrs | {"factor": node.attrs["scale"] * made.attrs.get("factor", 1)}
+    f.write(made, node.out, node, role="dx1")
+    return node.out
+
+
 def two_summands(f: Fusing, node: Node) -> Value | None:
     """Of a sum that dx gets, each summand is added by itself"""
     total = f.maker(node.inputs.get("add1"), "add")

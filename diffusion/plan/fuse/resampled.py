@@ -43,7 +43,7 @@ def conv_upsampled(f: Fusing, node: Node) -> Value | None:
     """A convolution multiplies on the small image what was upsampled"""
     if set(node.inputs) - {"x", "weight", "bias", "emb"} or "partials" not in node.outputs:
         return None
-    if "width" in node.attrs or "bias" not in node.inputs:
+    if {"width", "factor"} & set(node.attrs) or "bias" not in node.inputs:
         return None
     x, weight = node.inputs["x"], node.inputs["weight"]
     norm, up = f.maker(x, "norm_of_upsampled"), f.maker(x, "upsample")

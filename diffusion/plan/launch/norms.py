@@ -133,14 +133,14 @@ def _norm_grad_table(run, node, given):
 
 @launches("norm_dx")
 def _norm_dx(run, node, given):
-    options = _added(node, given, "add1", "add1_second", "add2") | {"sums": _rows(run, node)}
+    options = _added(node, given, "add1", "add1_second", "add2") | _scaled(run, node)
     tensors = image(given["dz"]), *images(given), given["coeff"]
     return _shaped(node, run.kernels.norm_dx(*tensors, **options))
 
 
 @launches("skip_dx")
 def _skip_dx(run, node, given):
-    options = _added(node, given, "add1", "dz2") | {"sums": _rows(run, node)}
+    options = _added(node, given, "add1", "dz2") | _scaled(run, node)
     tensors = given["dy"], filters(given["weight"]), given["dz"], *images(given), given["coeff"]
     return _shaped(node, run.kernels.skip_dx(*tensors, **options))
 
@@ -171,8 +171,9 @@ def _added(node: Node, given: Inputs, *roles: str) -> dict[str, Any]:
     return added | {"upsample1": node.attrs.get("upsample1", False)}
 
 
-def _rows(run: Launcher, node: Node):
-    return run.rows_of(node) or None
+def _scaled(run: Launcher, node: Node) -> dict[str, Any]:
+    """What multiplies the first half of dx, and whether rows of its sums are wanted."""
+    return {"factor": node.attrs.get("factor"), "sums": run.rows_of(node) or None}
 
 
 def _shaped(node: Node, made: tuple[Tensor | None, ...]) -> dict[str, Tensor | None]:

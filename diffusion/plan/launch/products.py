@@ -73,6 +73,7 @@ def _conv_fused(run, node, given):
         filters(given["weight"]),
         bias_of(given),
         **terms(given),
+        factor=node.attrs.get("factor"),
         stats="partials" in node.outputs,
         width=node.attrs.get("width"),
     )

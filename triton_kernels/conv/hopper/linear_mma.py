@@ -97,7 +97,7 @@ def _launch_fused(config: LinearMma, operands: Operands) -> None:
     _launch(
         config, operands.x, operands.weight, operands.y, by_image, grad,
         beside, operands.vectors, operands.extra_bias, operands.emb, operands.partials,
-        operands.activation_name,
+        operands.activation_name, operands.factor,
     )  # fmt: skip
 
 
@@ -120,6 +120,7 @@ def _launch(
     emb: Tensor | None = None,
     partials: Tensor | None = None,
     activation: str | None = None,
+    factor: float | None = None,
 ) -> None:
     n, h, w, k = x.shape
     c = y.shape[3]
@@ -140,7 +141,8 @@ def _launch(
     conv_linear_mma_kernel[(min(tiles, device.num_sms),)](
         in_rows(x, rows), in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
         in_rows(y, _PIECE // images), None if beside is None else in_rows(beside, _PIECE // images),
-        vectors, extra_bias, emb, partials, 0 if emb is None else emb.stride(0), n, pixels, k, c,
+        vectors, extra_bias, emb, partials, 0 if emb is None else emb.stride(0), factor, n, pixels,
+        k, c,
         ROWS=rows, IMAGES=images, COUNT=count, TOGETHER=config.together,
         TRANSPOSED=transposed, GRAD=activation is not None, ACT=activation,
         SLOTS=slots(config, device.shared_memory, beside is not None),
@@ -204,7 +206,7 @@ FUSED = Kernel(
     refuse,
     configs,
     launch=_launch_fused,
-    adds=("emb", "residual", "stats", "activation"),
+    adds=("emb", "residual", "factor", "stats", "activation"),
     work=work,
     fitted_by=("block_c", "block_m", "together"),
 )

@@ -298,6 +298,7 @@ def conv_linear_mma_kernel(
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, P / ROWS, 2, C] or None
     stride_emb,
+    factor,  # of a forward pass, or None: multiplies the sum
     N,  # images, or 1: all pixels are alike
     P,  # pixels of each
     K,
@@ -338,7 +339,9 @@ def conv_linear_mma_kernel(
     rows = of_image * gl.cdiv(N, IMAGES)
     tiles = _Tiles(rows * columns, rows, of_image, columns, ROWS, IMAGES, 64 * BLOCKS)
     product = _Product(x_desc, w_desc, ring, w_bufs, turns, gl.cdiv(K, 64), BLOCKS, TRANSPOSED)
-    terms = Terms(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C, GRAD, ACT, RAGGED)
+    terms = Terms(
+        vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C, GRAD, ACT, RAGGED, factor
+    )  # fmt: skip
     epilogue = _Epilogue(
         beside_desc, beside_full, y_desc, pieces, partial_ptr, terms, PIXELS, COUNT, HELD
     )  # fmt: skip

@@ -57,6 +57,7 @@ class Operands(NamedTuple):
     extra: Sequence[tuple[Tensor, Tensor]] = ()
     extra_bias: Tensor | None = None  # float32 [CO]
     emb: Tensor | None = None  # float32 [N, CO]
+    factor: float | None = None  # of a forward pass: multiplies the sum
     activation: str | None = None
     norm: Norm | None = None  # of x
     mask: Mask | None = None  # of dropout, behind the activation

@@ -53,7 +53,7 @@ def places_of(n0, c0, N, C, IMAGES: gl.constexpr, SUMS: gl.constexpr):
 class Terms:
     """What an epilogue knows of each channel, or of each channel and image.
 
-    y = acc + bias + embedding (+ what lies beside);  dz = acc act'(xhat g + b),
+    y = factor (acc + bias + embedding + what lies beside);  dz = acc act'(xhat g + b),
     xhat = (x - mean) rstd, where x lies beside"""
 
     vectors_ptr: gl.tensor  # float32: bias [C]; DGRAD: table [N, 4, CV], or None: dz = acc
@@ -66,6 +66,7 @@ class Terms:
     DGRAD: gl.constexpr
     ACT: gl.constexpr
     RAGGED: gl.constexpr  # the last block may have fewer than 64 channels
+    factor: gl.tensor  # or None
 
     @gluon.jit
     def load(self, n0, c0, IMAGES: gl.constexpr, SUMS: gl.constexpr):
@@ -120,6 +121,8 @@ class Terms:
             y += vectors[0]
             if beside is not None:
                 y += beside
+            if self.factor is not None:
+                y *= self.factor
             return y, total, second
 
 

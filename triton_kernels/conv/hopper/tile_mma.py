@@ -105,9 +105,9 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     assert operands.partials is None or operands.partials.shape[1] == tiles
     read, written = (partial(in_rows, rows=r, images=images, width=width) for r in (2, rows))
     vectors, then, second = (None,) * 5, (operands.activation_name, 1, True), 0
-    kept, factor = None, 1.0
+    kept, kept_factor = None, 1.0
     if operands.mask is not None:
-        kept, factor = operands.mask.words, 1 / (1 - operands.mask.p)
+        kept, kept_factor = operands.mask.words, 1 / (1 - operands.mask.p)
         assert kept.shape == (n, h, w, -(-c // WORD))
     if normed is not None:
         assert (rows, width) == (h, w)
@@ -122,7 +122,8 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         *operands.tensors(read, written, 64),
         *vectors,
         kept,
-        factor,
+        kept_factor,
+        operands.factor,
         *operands.extra_channels,
         *operands.numbers,
         n,
@@ -252,7 +253,7 @@ KERNEL = Kernel(
     refuse,
     configs,
     launch=launch,
-    adds=(*FORWARD_TERMS, "activation", "mask"),
+    adds=(*FORWARD_TERMS, "factor", "activation", "mask"),
     work=work,
     fitted_by=("block_m", "filters_with_pixels"),
 )

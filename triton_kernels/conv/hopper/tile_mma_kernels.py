@@ -191,7 +191,8 @@ def conv_tile_mma_kernel(
     norm_bias_ptr,
     eps,
     kept_ptr,  # int64 [N, H, W, words]: which channels of dz dropout has kept; or None
-    factor,  # multiplies the elements that are kept
+    kept_factor,  # multiplies the elements that are kept
+    factor,  # of a forward pass, or None: multiplies the sum
     C1,
     C2,
     border,  # channels of the first of the two tensors that x concatenates
@@ -248,9 +249,11 @@ def conv_tile_mma_kernel(
         extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc, C1, C2, extra_blocks
     )  # fmt: skip
     products = _Products(extra, K, RAGGED, STRADDLING)
-    terms = Terms(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C, DGRAD, ACT, RAGGED)
+    terms = Terms(
+        vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C, DGRAD, ACT, RAGGED, factor
+    )  # fmt: skip
     beside = Beside(beside1_desc, beside2_desc, beside_full, border, STRADDLING)
-    dropout = Dropout(kept_ptr, factor)
+    dropout = Dropout(kept_ptr, kept_factor)
     results = Results(y_desc, partial_ptr, KEEP)
     norm = ThenNorm(a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, eps, CX2, CG, ACT)
     launch_roles(

@@ -220,7 +220,7 @@ def conv_parity_kernel(
         up_desc, up_row_desc, up_w_desc, x_desc, x_row_desc, x_w_desc, K1, K2, base, width
     )
     CV = stride_table if DGRAD else C  # channels that the vectors have
-    terms = Terms(vectors_ptr, None, emb_ptr, stride_emb, N, C, CV, DGRAD, ACT, False)
+    terms = Terms(vectors_ptr, None, emb_ptr, stride_emb, N, C, CV, DGRAD, ACT, False, None)
     beside = Beside(beside_desc, None, beside_full, None, False)
     results = Results(y_desc, partial_ptr, True)
     products = _Products(K1, K2, x_desc is not None, DGRAD)

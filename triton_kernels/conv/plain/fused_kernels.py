@@ -117,6 +117,7 @@ def _finish_forward(
     extra_bias,
     emb,  # [BLOCK_C, TILE_N], or None
     residual_desc,
+    factor,  # or None
     y_desc,
     partial_ptr,
     at,
@@ -143,6 +144,8 @@ def _finish_forward(
     if residual_desc is not None:
         residual = residual_desc.load(place).reshape(BLOCK_M, BLOCK_C)
         acc += tl.trans(residual).to(tl.float32)
+    if factor is not None:
+        acc *= factor
     y = as_operand(acc, y_desc.dtype, TF32)
     y_desc.store(place, tl.trans(y).reshape(y_desc.block_shape))
     if partial_ptr is not None:
@@ -182,6 +185,7 @@ def conv_forward_kernel(
     C2,
     stride_emb,
     steps,  # of a part, or None: y is whole
+    factor,  # multiplies the sum; or None
     N,
     CI,
     P,  # pixels of y; of an input gradient of stride 2, of those of one kind
@@ -266,7 +270,7 @@ def conv_forward_kernel(
             else:
                 place = (n0, h0 + row, w0, c0)
             _finish_forward(
-                acc, bias, extra_bias, emb, residual_desc, y_desc, partial_ptr,
+                acc, bias, extra_bias, emb, residual_desc, factor, y_desc, partial_ptr,
                 (n0, h0 + row, w0, c0), place,
                 OutputTiles(N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED), TF32,
             )  # fmt: skip

@@ -44,7 +44,7 @@ def forward(config: Config, operands: Operands) -> None:
         None if residual is None else in_boxes(residual, tile), in_boxes(y, tile),
         operands.partials, None, *extra_descs, *[None] * (4 - len(extra_descs)), x_descs[1],
         w_descs[1], operands.extra_bias, *extra_channels, *[0] * (2 - len(operands.extra)),
-        0 if emb is None else emb.stride(0), None, n, ci, h, w, co,
+        0 if emb is None else emb.stride(0), None, operands.factor, n, ci, h, w, co,
         R=r, S=s, PAD_H=r // 2, PAD_W=s // 2, STRIDE=1, DGRAD=False, TURNED=False,
         PRECISION=operands.precision, ROWS=config.rows,
         RAGGED=stats and is_ragged(box, h, w), TF32=operands.tf32, **tile_sizes(box, config),

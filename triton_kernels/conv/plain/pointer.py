@@ -41,7 +41,7 @@ def forward(config: PointerTile, operands: Operands, transposed: bool = False) -
         operands.beside[0] if operands.beside else None, *pairs, *[None] * (2 * absent),
         operands.partials, n, h, w, k, k // unit, c, width // unit, *[v // unit for v in beside],
         *[0] * absent, stride_w // unit, *[v // unit for v in rows], *[0] * absent,
-        operands.numbers[1], None,
+        operands.numbers[1], None, operands.factor,
         R=r, S=s, TRANSPOSED=transposed, PADDED=c != width,
         EXACT=c == width and divide(config, width, k, *beside),
         RAGGED=stats and is_ragged(box, h, w), UNIT=unit, ROWS=config.rows, TF32=operands.tf32,
@@ -101,7 +101,7 @@ FORWARD, INPUT_GRAD = (
         borrows=AMPERE,
         adds=adds,
     )
-    for launch, adds in ((forward, FORWARD_TERMS), (input_grad, GRAD_TERMS))
+    for launch, adds in ((forward, (*FORWARD_TERMS, "factor")), (input_grad, GRAD_TERMS))
 )
 PLAIN_FORWARD = PLAIN_INPUT_GRAD = Kernel(
     "pointer", PointerTile, _refuse_plain, fitting, cost, _plain, work, FITTED_BY, borrows=AMPERE

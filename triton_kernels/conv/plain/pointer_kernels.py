@@ -62,6 +62,7 @@ def conv_pointer_forward_kernel(
     stride_w2,
     stride_emb,
     steps,  # of each part; None: y is not split into parts
+    factor,  # multiplies the sum; or None
     R: tl.constexpr,
     S: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -155,6 +156,8 @@ def conv_pointer_forward_kernel(
             y = (y.reshape(TILE_N, PIXELS, BLOCK_C) + emb[:, None, :]).reshape(BLOCK_M, BLOCK_C)
         if residual_ptr is not None:
             y += residual.to(tl.float32)
+        if factor is not None:
+            y *= factor
         residual = ahead
         if TF32:
             y = as_operand(y, y_ptr.dtype.element_ty, True)

@@ -45,6 +45,7 @@ def _finish(
     dz_ptr,  # [N, P, Q, CZ] at this tile's first channel; SUMMED: as x
     dx_ptr,  # as x
     sums_ptr,  # float32 [N, tiles, CH] or None
+    factor,  # or None
     coeff,  # p, q and r, float32 [TILE_N, BLOCK_C] each
     pixels,  # these and the next of `tile_pixels`
     inside,
@@ -96,6 +97,8 @@ def _finish(
     if SUMMED:
         dz = tl.load(dz_ptr + at * CH + places, mask=mask, other=0.0).to(tl.float32)
         dx += p[:, None, :] * dz.reshape(TILE_N, COUNT, BLOCK_C)
+    if factor is not None:
+        dx *= factor
     if sums_ptr is not None:
         tiles_w = tl.cdiv(Q, TILE_W)
         count = tl.cdiv(P, TILE_H) * tiles_w
@@ -123,6 +126,7 @@ def _skip_dx_pointer_kernel(
     dx1_ptr,
     dx2_ptr,
     sums_ptr,  # float32 [N, tiles, C1] or None
+    factor,  # multiplies dx1; or None
     N,
     P,
     Q,
@@ -164,7 +168,7 @@ def _skip_dx_pointer_kernel(
     coeff = load_coefficients(ptrs, CK, mask)
     if c0 < C1:
         _finish(
-            acc, x1_ptr, add1_ptr, dz_ptr, dx1_ptr, sums_ptr, coeff, pixels, inside,
+            acc, x1_ptr, add1_ptr, dz_ptr, dx1_ptr, sums_ptr, factor, coeff, pixels, inside,
             n0, h0, w0, offs_c, C1, CZ,
             OutputTiles(N, P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
             UPSAMPLE, dz2_ptr is not None, PRECISION == "tf32",
@@ -172,7 +176,7 @@ def _skip_dx_pointer_kernel(
     elif x2_ptr is not None:
         HALVES: tl.constexpr = dz2_ptr is not None
         _finish(
-            acc, x2_ptr, None, dz2_ptr if HALVES else dz_ptr + C1, dx2_ptr, None, coeff,
+            acc, x2_ptr, None, dz2_ptr if HALVES else dz_ptr + C1, dx2_ptr, None, None, coeff,
             pixels, inside, n0, h0, w0, offs_c - C1, C - C1, C - C1 if HALVES else CZ,
             OutputTiles(N, P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
             False, False, PRECISION == "tf32",

@@ -51,7 +51,7 @@ def split(
         x, weight, parts, *[None] * 4, *pairs, *[None] * (2 * absent), None, n, h, w, k, k // unit,
         spec.c, spec.c // unit, *[v // unit for v in beside], *[0] * absent, stride // unit,
         *[v // unit for v in rows], *[0] * absent, 0,
-        triton.cdiv(count_steps(config.block_k, spec), config.parts),
+        triton.cdiv(count_steps(config.block_k, spec), config.parts), None,
         R=spec.r, S=spec.s, TRANSPOSED=False, ROWS=1, EXACT=divide(tile, spec.c, k, *beside),
         RAGGED=False, PADDED=False, UNIT=unit, TF32=False,
         PRECISION=precision_of(x.dtype, spec.dtype != "fp32"), **tile_sizes(box, tile),

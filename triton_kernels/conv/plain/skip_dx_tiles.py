@@ -34,6 +34,7 @@ class SkipOperands(NamedTuple):
     dx1: Tensor  # as x1, to be written
     dx2: Tensor | None  # as x2, likewise
     rows: Tensor | None  # float32 [N K, C1], likewise
+    factor: float | None  # multiplies dx1
     box: tuple[int, int, int]  # images, rows and columns of a tile
     upsample1: bool
     precision: str  # "ieee" | "tf32"

@@ -134,7 +134,7 @@ def conv_split(
         pixels_in_boxes(by_parity(x) if stride == 2 else x, box, config.block_k),
         weight_in_boxes(weight, config.block_c, config.block_k), *[None] * 5, parts,
         *pairs, *[None] * (4 - len(pairs)), None, None, None,
-        *channels, *[0] * (2 - len(extra)), 0, steps, n, ci, p, q, co,
+        *channels, *[0] * (2 - len(extra)), 0, steps, None, n, ci, p, q, co,
         R=r, S=s, PAD_H=spec.pads[0], PAD_W=spec.pads[1], STRIDE=stride, DGRAD=False, TURNED=False,
         PRECISION=precision, ROWS=1, RAGGED=False, TF32=False,
         **tile_sizes(box, config), **overlapping(x.device, n * p * q),

@@ -127,7 +127,7 @@ def launch(
         option = overlapping(x.device)  # crowd where those end first
     conv_forward_kernel[(programs, kinds)](
         x_desc, w_desc, bias, None, tiles(add, config.block_c), tiles(y, config.block_c),
-        *[None] * 6, x_small_desc, w_small_desc, None, 0, 0, 0, None, n, k, p, q, c,
+        *[None] * 6, x_small_desc, w_small_desc, None, 0, 0, 0, None, None, n, k, p, q, c,
         R=r, S=s, PAD_H=padding[0], PAD_W=padding[1], STRIDE=stride, DGRAD=dgrad,
         TURNED=dgrad and turned, PRECISION=precision, ROWS=1, RAGGED=False, TF32=False,
         **tile_sizes(box, config), **option,

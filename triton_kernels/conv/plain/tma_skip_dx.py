@@ -39,6 +39,7 @@ def _finish(
     add_desc,  # or None
     dz_desc,  # this half of dz, with SUMMED as x_desc; or else the whole
     coeff,  # p, q and r, float32 [BLOCK_C, TILE_N] each
+    factor,  # or None
     dx_desc,  # as x_desc
     sums_ptr,  # float32 [N, K, CH] or None
     at,  # first image, row, column and channel of the tile
@@ -87,6 +88,8 @@ def _finish(
         dz = tl.trans(dz_desc.load(place).reshape(BLOCK_M // FACTOR // FACTOR, BLOCK_C))
         dz = dz.to(tl.float32).reshape(BLOCK_C, TILE_N, PIXELS // FACTOR // FACTOR)
         dx += p[:, :, None] * dz
+    if factor is not None:
+        dx *= factor
     if sums_ptr is not None:
         k, count = tile_number(h0, w0, tiles)
         row = offs_n.to(tl.int64) * count + k
@@ -125,6 +128,7 @@ def _skip_dx_kernel(
     C,
     C1,
     CK,
+    factor,  # multiplies dx1; or None
     PRECISION: tl.constexpr,
     UPSAMPLE: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -170,26 +174,27 @@ def _skip_dx_kernel(
             acc = tl.dot(w, tl.trans(dy), acc, input_precision=PRECISION)
     if c0 < C1:
         _finish(
-            acc, x1_desc, add1_desc, dz_desc, coeff, dx1_desc, sums_ptr, at, 0, C1,
+            acc, x1_desc, add1_desc, dz_desc, coeff, factor, dx1_desc, sums_ptr, at, 0, C1,
             OutputTiles(N, P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
             UPSAMPLE, dz2_desc is not None, False, PRECISION == "tf32",
         )  # fmt: skip
     elif x2_desc is not None:
         _finish(
-            acc, x2_desc, None, dz2_desc if dz2_desc is not None else dz_desc, coeff, dx2_desc,
-            None, at, C1, C - C1,
+            acc, x2_desc, None, dz2_desc if dz2_desc is not None else dz_desc, coeff, None,
+            dx2_desc, None, at, C1, C - C1,
             OutputTiles(N, P, Q, C, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
             False, False, dz2_desc is not None, PRECISION == "tf32",
         )  # fmt: skip
 
 
 def _launch(config: Config, operands: SkipOperands) -> None:
-    dy, weight, dz, dz2, x1, x2, add1, coeff, dx1, dx2, rows, box, upsample1, precision = operands
+    dy, weight, dz, dz2, x1, x2, add1, coeff, dx1, dx2, rows, *rest = operands
+    factor, box, upsample1, precision = rest
     n, h, w, co = dy.shape
     c, c1 = weight.shape[1], x1.shape[3]
-    factor = 2 if upsample1 else 1
+    fine = 2 if upsample1 else 1
     tile = [*box, config.block_c]
-    tile1 = [box[0], box[1] // factor, box[2] // factor, config.block_c]
+    tile1 = [box[0], box[1] // fine, box[2] // fine, config.block_c]
     channels = coeff.stride(1) if isinstance(coeff, Tensor) else c  # of dz, too, if it is one
     if dz2 is None:
         pitches = [h * w * channels, w * channels, channels, 1]  # not dz.stride(), see `in_boxes`
@@ -204,7 +209,7 @@ def _launch(config: Config, operands: SkipOperands) -> None:
         None if dz2 is None else in_boxes(dz2, tile), in_boxes(x1, tile1),
         None if x2 is None else in_boxes(x2, tile), None if add1 is None else in_boxes(add1, tile),
         *norm, in_boxes(dx1, tile1), None if dx2 is None else in_boxes(dx2, tile), rows, n, co, h,
-        w, c, c1, channels,
+        w, c, c1, channels, factor,
         PRECISION=precision, UPSAMPLE=upsample1, RAGGED=is_ragged(box, h, w),
         **tile_sizes(box, config), **fold, **overlapping(dy.device),
     )  # fmt: skip

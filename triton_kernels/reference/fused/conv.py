@@ -18,19 +18,21 @@ def conv_forward(
     residual=None,
     extra=(),
     extra_bias=None,
+    factor=None,
     stats=False,
     width=None,
     tf32=False,
 ):
-    """(conv(x) + bias + emb[n, c] + residual + extra, partials or None), where `extra` are 1x1
-    convolutions of other tensors: pairs of [N, H, W, C] and [CO, C], and a bias. Zeros follow up to
-    `width` channels. With `tf32` the first is rounded to TF32."""
+    """(factor (conv(x) + bias + emb[n, c] + residual + extra), partials or None), where `extra` are
+    1x1 convolutions of other tensors: pairs of [N, H, W, C] and [CO, C], and a bias. Zeros follow
+    up to `width` channels. With `tf32` the first is rounded to TF32."""
     y = reference.conv2d(x, weight, bias)
     y = y if emb is None else y + over_pixels(emb)
     y = y if residual is None else y + residual
     for other, columns in extra:
         y = y + other @ columns.T
     y = y if extra_bias is None else y + extra_bias
+    y = y if factor is None else factor * y
     y = operand(y if width is None else pad_channels(y, width, y.dtype), tf32)
     return y, tensor_partials(y) if stats else None
 

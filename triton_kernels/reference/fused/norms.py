@@ -151,12 +151,13 @@ def norm_dx(
     add2=None,
     sums=None,
     upsample1=False,
+    factor=None,
     tf32=False,
     out=None,
 ):
     """(dx1, dx2 or None, rows whose sum is that of dx1 over samples and pixels, or None). With
-    `upsample1` x1 is what was upsampled to make the first half, and dx1 its gradient. dx1 goes to
-    `out`, which may be dz if there is no x2."""
+    `upsample1` x1 is what was upsampled to make the first half, and dx1 its gradient. A factor
+    multiplies dx1, which goes to `out`; that may be dz if there is no x2."""
     small, x1 = x1, reference.upsample_nearest2d(x1) if upsample1 else x1
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     p, q, r = coeff.unbind(1)
@@ -170,6 +171,7 @@ def norm_dx(
     if upsample1:
         dx1 = reference.avg_pool2d(dx1) * 4
         assert dx1.shape == small.shape
+    dx1 = dx1 if factor is None else factor * dx1
     rows = None if sums is None else dx1.sum((1, 2))
     dx1, dx2 = operand(dx1, tf32), None if dx2 is None else operand(dx2, tf32)
     return dx1 if out is None else out.copy_(dx1), dx2, rows

@@ -7,7 +7,20 @@ from .norms import norm_dx, norm_grad_table
 from .resample import upsample
 
 
-def skip_dx(dy, weight, dz, x1, x2, coeff, *, add1=None, dz2=None, sums=None, upsample1=False):
+def skip_dx(
+    dy,
+    weight,
+    dz,
+    x1,
+    x2,
+    coeff,
+    *,
+    add1=None,
+    dz2=None,
+    sums=None,
+    upsample1=False,
+    factor=None,
+):
     """`norm_dx` of a block whose skip is a 1x1 convolution, with its input gradient added. With dz2
     dz is that of x1 alone, added up over the 2x2 pixels that are one."""
     if dz2 is not None:
@@ -16,7 +29,8 @@ def skip_dx(dy, weight, dz, x1, x2, coeff, *, add1=None, dz2=None, sums=None, up
     skip = conv_plain_input_grad(dy, weight)
     d1, d2 = skip[..., :c1], skip[..., c1:]
     adds = {"add1": d1, "add1_second": add1, "add2": None if x2 is None else d2}
-    return norm_dx(dz, x1, x2, coeff, **adds, sums=sums, upsample1=upsample1)
+    options = {"sums": sums, "upsample1": upsample1, "factor": factor}
+    return norm_dx(dz, x1, x2, coeff, **adds, **options)
 
 
 def skip_backward(
