@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 
-from ..errors import ConfigError, first_of, is_of_system
+from ..errors import ConfigError, counted, first_of, is_of_system
 from ..runtime.progress import Progress
 from .image_set import ImageSet, check_memory, parse_size
 
@@ -51,6 +51,7 @@ class ImageFiles:
     labels: list[int] | None
     class_names: tuple[str, ...] | None
     open: Callable[[str], BinaryIO]
+    notes: tuple[str, ...] = ()  # on files that are not there
 
 
 def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
@@ -85,7 +86,7 @@ def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
     inside = [name.removeprefix(root) for name in names]
     if classes and f"{root}dataset.json" in every:
         with opener(f"{root}dataset.json") as file:
-            files.labels = _json_labels(file, path, inside)
+            files.labels, files.notes = _json_labels(file, path, inside)
     elif classes:
         tops = sorted({name.partition("/")[0] for name in inside})
         if len(tops) > 1 and all("/" in name for name in inside):
@@ -126,20 +127,29 @@ def _is_image(name: str) -> bool:
     return name.lower().endswith(EXTENSIONS) and not hidden
 
 
-def _json_labels(file: BinaryIO, path: Path, names: list[str]) -> list[int] | None:
-    """`{"labels": [["00000/img00000000.png", 3], ...]}`; null means that there are none."""
+def _json_labels(
+    file: BinaryIO, path: Path, names: list[str]
+) -> tuple[list[int] | None, tuple[str, ...]]:
+    """`{"labels": [["00000/img00000000.png", 3], ...]}`; null means that there are none. And a note
+    on labels of images that are not there."""
     where = f"{path}: dataset.json"
     try:
         table = json.load(file)["labels"]
         if table is None:
-            return None
+            return None, ()
         number = dict(table)
         labels = [number[name] for name in names]
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"{where} does not give every image a label ({error!r})") from None
     if not all(type(label) is int and 0 <= label < 2**31 for label in labels):
         raise ConfigError(f"{where} has labels that are no class numbers (0, 1, 2, ...)")
-    return labels
+    absent = sorted(map(str, set(number) - set(names)))
+    if not absent:
+        return labels, ()
+    return labels, (
+        f"{where} has labels of {counted(len(absent), 'images')} more than are there, such as"
+        f" {absent[0]}",
+    )
 
 
 def decode_image(
@@ -363,11 +373,12 @@ def set_of(
 ) -> ImageSet:
     """The set of what has been decoded, as many images as labels."""
     small = decoder.smaller
+    notes = (enlarged_note(small, len(labels), decoder.size),) if small else ()
     return ImageSet(
         torch.from_numpy(images[: len(labels)]),
         None if files.labels is None else torch.tensor(labels),
         files.class_names,
         name=files.path.name,
-        notes=(enlarged_note(small, len(labels), decoder.size),) if small else (),
+        notes=(*files.notes, *notes),
         **more,
     )

@@ -168,7 +168,12 @@ def test_stylegan_zip(tmp_path):
     for path in (folder, tmp_path / "set.zip"):
         data = load_folder(path, size=2)
         assert data.labels.tolist() == [2, 1, 0] and data.class_names is None
-        assert data.images[:, 0, 0, 0].tolist() == [0, 1, 2]
+        assert data.images[:, 0, 0, 0].tolist() == [0, 1, 2] and data.notes == ()
+    (folder / "00000/img1.png").unlink()  # as where a download was interrupted
+    data = load_folder(folder, size=2)
+    assert data.labels.tolist() == [2, 0] and data.notes == (
+        f"{folder}: dataset.json has labels of 1 image more than are there, such as 00000/img1.png",
+    )
 
 
 def test_labels_of_null_are_none_at_all(tmp_path):
