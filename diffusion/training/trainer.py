@@ -72,7 +72,9 @@ class TrainSettings:
         if self.seed >= 2**63:
             raise ConfigError(f"train.seed={self.seed} is too large; expected less than 2^63")
         if self.fid_images == 1:
-            raise ConfigError("train.fid_images=1; one image has no spread, expected 0 or more")
+            raise ConfigError(
+                "train.fid_images=1; one image has no spread; expected 0 or at least 2"
+            )
         check_metrics(self.fid_metrics, key="train.fid_metrics")
         check_tracker(self.track)
         if self.batch_size % self.accumulate:
@@ -237,7 +239,9 @@ class Trainer:
         skipped = int(self.step.optimizer.skipped.item())
         new = skipped - interval.skipped
         if new:
-            log.warning("%d steps before %d had a non-finite gradient and were skipped", new, done)
+            log.warning(
+                "skipped for a non-finite gradient: %s before %d", counted(new, "steps"), done
+            )
         return {
             "step": done,
             "images": self._images(done),
