@@ -33,7 +33,7 @@ CONFIGS = TILES
 # One program with one tile, programs with several and an odd number of them, one warpgroup with
 # nothing to do, more blocks of channels than one, tiles that are not whole images, that are not
 # whole rows, and that are a rectangle of each of several images; last blocks of 8 to 56 channels,
-# also where there is no other; bands of tiles, and a last one of fewer.
+# also where there is no other.
 SHAPES = {
     "a tile": Shape(1, 8, 32, 64, 64),
     "32x32": Shape(21, 32, 32, 128, 192),
@@ -64,8 +64,6 @@ SHAPES = {
     "32x28": Shape(5, 32, 28, 64, 72),
     "16x12": Shape(9, 16, 12, 64, 64),
     "32x4": Shape(5, 32, 4, 64, 64),
-    "bands": Shape(7, 8, 8, 576, 576),
-    "bands of channels that fill no block": Shape(5, 16, 16, 520, 568),
 }
 
 

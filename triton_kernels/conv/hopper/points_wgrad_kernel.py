@@ -33,17 +33,6 @@ class _List:
     pieces: gl.tensor  # number of pieces that the other blocks are cut into
     blocks: gl.tensor  # number of blocks
     tiles: gl.tensor  # tiles of pixels per block
-    ALONE: gl.constexpr  # no piece has tiles of two blocks
-
-    @gluon.jit
-    def place_of(self, item):
-        """The place of a piece in the list of all tiles. If blocks have equally many pieces, items
-        that follow one another are those of the same pixels, which L2 then has."""
-        place = item - self.whole
-        if self.ALONE:
-            cut_blocks = self.blocks - self.whole
-            place = place % cut_blocks * (self.pieces // cut_blocks) + place // cut_blocks
-        return place
 
     @gluon.jit
     def range_of(self, item):
@@ -53,7 +42,7 @@ class _List:
         if item >= self.whole:
             cut_tiles = (self.blocks - self.whole) * self.tiles
             start = self.whole * self.tiles
-            place = self.place_of(item)
+            place = item - self.whole
             first = start + begin_of(place, self.pieces, cut_tiles)
             last = start + begin_of(place + 1, self.pieces, cut_tiles)
         return first, last
@@ -210,7 +199,7 @@ def _accumulate(
             place += end - begin
             accs = products.finish(accs, ring, place - 1)
             is_whole = item < items.whole
-            number = items.place_of(item).to(gl.int64) * PARTS + part
+            number = (item - items.whole).to(gl.int64) * PARTS + part
             ptr = part_ptr + number * (CO_SIZE * CI_SIZE)
             stride = gl.maximum(CI_SIZE, 0)  # a tensor
             left_co = gl.maximum(CO_SIZE, 0)
@@ -298,7 +287,7 @@ def conv_points_wgrad_kernel(
     blocks = 0
     for i in gl.static_range(COUNT):
         blocks += gradients[i].blocks(CI_SIZE, CO_SIZE)
-    items = _List(whole, pieces, blocks, tiles, PARTS == 1)
+    items = _List(whole, pieces, blocks, tiles)
     products = _Points(GROUPS, ROWS, WIDTH, ACROSS, STEPS, SWAPPED, CO_SIZE, CI_SIZE)
     launch_roles(
         _accumulate, (products, ring, items, outs, part_ptr, COUNT, PARTS, ADD),

@@ -68,7 +68,6 @@ _CHUNK = 8  # pixels of shared memory, at multiples of which a product begins
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _WHOLE = (4, *WIDTHS)  # row lengths of which a tile takes whole rows
 _COLUMNS = (32, 16, 8, 4, 64)  # of a tile in other images: the first that divides the row
-_BAND, _WIDE = 4, 8 * CHANNELS  # tiles of pixels; channels of the result
 _LEAST_PIXELS = 16  # of each image of a tile, since each image has sums of its own
 # Registers per thread of the warpgroups that multiply, by the pixels of a tile: multiples of 24.
 # Three warpgroups count; with 240 they have all registers of a multiprocessor, so no program of
@@ -135,7 +134,6 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         IMAGES=images,
         W=width,
         COLUMNS=w // width,
-        BAND=band_of(c),
         DGRAD=operands.activation is not None,
         ACT=act,
         BLOCKS=blocks,
@@ -200,13 +198,6 @@ def box_of(config: TileMma, h: int, w: int) -> tuple[int, int, int] | None:
 def _fetchable(images: int, rows: int, width: int) -> bool:
     """Whether the number of rows is even, and each row begins at a multiple of _CHUNK pixels."""
     return rows % 2 == 0 and images * width % _CHUNK == 0
-
-
-def band_of(channels: int) -> int:
-    """Tiles of pixels of a band. Programs that run side by side have the tiles of a band and all
-    `channels` of the result. If these are many, the filters are most of what a tile fetches, and
-    fetching them for several tiles at a time takes less of L2."""
-    return _BAND if channels >= _WIDE else 1
 
 
 def in_rows(

@@ -206,7 +206,6 @@ def conv_tile_mma_kernel(
     IMAGES: gl.constexpr,  # images of a tile
     W: gl.constexpr,  # pixels of a tile's rows
     COLUMNS: gl.constexpr,  # tiles across an image
-    BAND: gl.constexpr,  # tiles of pixels, of all channels, that are computed together
     DGRAD: gl.constexpr,
     ACT: gl.constexpr,  # for `activate_affine_grad`; of the norm that follows, `activate_affine`
     BLOCKS: gl.constexpr,  # slots of the ring of pixels
@@ -243,7 +242,7 @@ def conv_tile_mma_kernel(
         extra_blocks = (C1 + C2) // 64
     tiles_h = H // ROWS
     count = gl.cdiv(N, IMAGES) * tiles_h * COLUMNS * blocks_c
-    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, COLUMNS, 1, BAND)
+    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, COLUMNS, 1)
     blocks = Blocks(x, w_bufs, w, 3, CHUNKS, ROWS * WIDTH, WIDTH, DGRAD)
     extra = _Pointwise(
         extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc, C1, C2, extra_blocks

@@ -45,7 +45,7 @@ def place_of_filter(r, s, k0, c0, DGRAD: gl.constexpr):
 class Tiles:
     """The tiles of the result and their order. A tile has 64 channels of ROWS x W pixels of IMAGES
     images. Tiles that share pixels are neighbours, so pixels come from memory once and then from
-    L2. With BAND > 1, so are tiles of as many parts of the image that share filters."""
+    L2."""
 
     count: gl.tensor
     tiles_h: gl.tensor  # tiles down an image
@@ -55,23 +55,11 @@ class Tiles:
     W: gl.constexpr
     COLUMNS: gl.constexpr  # tiles across an image
     PARITIES: gl.constexpr  # 4: there is a tile for each parity of rows and columns; else 1
-    BAND: gl.constexpr
-
-    @gluon.jit
-    def order(self, i):
-        """Which pixels and which block of channels tile i has."""
-        if self.BAND == 1:
-            return i // self.blocks_c, i % self.blocks_c
-        else:
-            first = i // (self.BAND * self.blocks_c) * self.BAND
-            within = i % (self.BAND * self.blocks_c)
-            band = gl.minimum(self.count // self.blocks_c - first, self.BAND)
-            return first + within % band, within // band
 
     @gluon.jit
     def place(self, i):
         """First image, row and column of tile i, its number within the image, and its parity."""
-        tile, _ = self.order(i)
+        tile = i // self.blocks_c
         if self.PARITIES > 1:
             parity = tile % self.PARITIES
             tile = tile // self.PARITIES
@@ -98,8 +86,7 @@ class Tiles:
     @gluon.jit
     def channel(self, i):
         """First channel of tile i."""
-        _, channels = self.order(i)
-        return channels * 64
+        return i % self.blocks_c * 64
 
 
 @aggregate

@@ -110,7 +110,7 @@ def conv_unfused_tiles_kernel(
     blocks_c = C // 64
     tiles_h = H // ROWS
     count = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
-    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, 1, 1, 1)
+    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, 1, 1)
     blocks = Blocks(x, w_bufs, None, 3, CHUNKS, ROWS * IMAGES * W, IMAGES * W, False)
     await_inputs()
     launch_roles(

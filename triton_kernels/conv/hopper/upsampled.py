@@ -30,7 +30,7 @@ from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.hardware import BESIDE_BUFFERS
 from .operands import filters_in_boxes
-from .tile_mma import band_of, cut, in_rows, registers
+from .tile_mma import cut, in_rows, registers
 
 if SUPPORTED:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -139,7 +139,7 @@ def _launch(
         *pair, _summed_in_boxes(summed), *(whole or (None, None, None)), beside, result, vectors,
         emb, partials, *channels, 0 if emb is None else emb.stride(0),
         0 if slope is None or vectors is None else vectors.stride(1), n, h, c,
-        ROWS=rows, IMAGES=images, W=w, BAND=band_of(c), DGRAD=slope is not None, ACT=slope,
+        ROWS=rows, IMAGES=images, W=w, DGRAD=slope is not None, ACT=slope,
         BLOCKS=blocks_of(pixels, images * w, known.shared_memory), **registers(pixels, images),
         OVERLAP=bool(overlap), num_warps=4, **overlap,
     )  # fmt: skip

@@ -187,7 +187,6 @@ def conv_parity_kernel(
     ROWS: gl.constexpr,  # of a tile
     IMAGES: gl.constexpr,  # of a tile, which they share unless it is one
     W: gl.constexpr,  # of the small image
-    BAND: gl.constexpr,  # as in `conv_tile_mma_kernel`
     DGRAD: gl.constexpr,
     ACT: gl.constexpr,
     BLOCKS: gl.constexpr,  # of pixels in shared memory, and two filters each
@@ -214,7 +213,7 @@ def conv_parity_kernel(
     count = gl.cdiv(N, IMAGES) * tiles_h * blocks_c
     if not DGRAD:
         count *= 4
-    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, 1, 1 if DGRAD else 4, BAND)
+    tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, 1, 1 if DGRAD else 4)
     blocks = Blocks(x, w_bufs, None, 2, CHUNKS, ROWS * IMAGES * W, IMAGES * W, DGRAD)
     images = _Images(
         up_desc, up_row_desc, up_w_desc, x_desc, x_row_desc, x_w_desc, K1, K2, base, width
