@@ -15,8 +15,8 @@ layers of models that people train.
            tf32,fp32            weight gradients in these types
            split_tf32,split_fp32
            cross_attention,cross_attention_grad
-    layers=mixed,small,exact,wide,pointwise,odd,narrow   of forward, both gradients, tf32 and fp32:
-                        which of `sweep_layers.LAYERS`
+    layers=mixed,small,exact,wide,pointwise,odd,few_tiles,narrow   of forward, both gradients,
+                        tf32 and fp32: which of `sweep_layers.LAYERS`
 
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
 with all of its configurations, and lines are written as they are found: a run that its time cuts

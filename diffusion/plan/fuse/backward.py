@@ -78,7 +78,7 @@ BACKWARD_ROWS = (
     ),
     Row(
         "a number in dx", ("affine",), factor_of_dx,
-        "2.2 % of a step of EDM's DDPM++ at 64 images (predicted)", ("train",)
+        "with the number in the epilogue, see there", ("train",)
     ),
     Row(
         "sums of dx while it is written", ("sum",), rows_of_dx,
