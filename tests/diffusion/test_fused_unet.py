@@ -146,9 +146,11 @@ OF_CASTS = (
     "operands widened by PyTorch",
     "parts read where they lie",
 )
-# those, of attention as others write it, and of channels that kernels want padded
+# those, of attention as others write it or as a GPU has no kernel for, and of channels that kernels
+# want padded
 IN_NONE = {
     *OF_CASTS,
+    "attention without kernels by PyTorch",
     "q, k and v are one product",
     "k and v are one product",
     "few channels of a result padded",
