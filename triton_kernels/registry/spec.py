@@ -27,8 +27,9 @@ _BYTES = {name: dtype.itemsize for dtype, name in _NAMES.items()} | {"tf32": 4}
 # which terms it adds (`Kernel.adds`) and refuses all others. Full epilogues add these, in a forward
 # pass and in an input gradient:
 FORWARD_TERMS = ("emb", "residual", "extra", "stats")
+SCALED_TERMS = (*FORWARD_TERMS, "factor")  # of kernels that also multiply their sum by a number
 GRAD_TERMS = ("activation", "mask", "drawn")
-TERMS = (*FORWARD_TERMS, "factor", *GRAD_TERMS)
+TERMS = (*SCALED_TERMS, *GRAD_TERMS)
 
 
 def dtype_name(dtype: torch.dtype, allow_tf32: bool = False) -> str:

@@ -10,6 +10,7 @@ from triton_kernels.registry.spec import AttentionSpec, dtype_name
 from triton_kernels.runtime.device import Device
 
 from ..graph import Graph, Node, Value
+from ..launch.products import is_of_itself
 from ..launch.table import Kernels
 from ..ops import PARTS
 
@@ -102,7 +103,7 @@ class Fusing:
         (n, *_, c), heads = node.inputs["o"].shape, node.attrs["heads"]
         parts = [node.inputs[role] for role in PARTS if role in node.inputs]
         t, seen = (x.numel // (n * x.shape[-1]) for x in (parts[0], parts[-1]))
-        own = "qkv" in node.inputs or t == seen and "mask" not in node.inputs and "k" in node.inputs
+        own = is_of_itself(node.inputs)
         op = kernels.OPS.get("attention_bwd" if own else "cross_attention_bwd")
         dtype = dtype_name(parts[0].dtype, self.tf32[1])
         its = {} if own else {"keys": seen, "masked": "mask" in node.inputs}

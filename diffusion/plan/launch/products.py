@@ -185,7 +185,7 @@ def is_of_kernels(node: Node) -> bool:
     return abs(node.attrs["scale"] ** 2 * d - 1) < 2e-6 and d <= MAX_HEAD_DIM
 
 
-def _is_of_itself(given: Inputs) -> bool:
+def is_of_itself(given: Inputs) -> bool:
     """Whether keys are of the same positions as queries, and all are seen."""
     if "qkv" in given:
         return True
@@ -207,7 +207,7 @@ def _attention(run, node, given):
     heads, k = node.attrs["heads"], run.of(node)
     if not is_of_kernels(node):
         o, state = _attend(node, given), None
-    elif _is_of_itself(given):
+    elif is_of_itself(given):
         order = node.attrs.get("order", "qkv_heads")
         o, state = k.attention_forward(_packed(given), heads, order, **rounding(node))
     else:
@@ -223,7 +223,7 @@ def _attention_grad(run, node, given):
     heads, k = node.attrs["heads"], run.of(node)
     if not is_of_kernels(node):
         return _attention_grad_by_autograd(run, node, given)
-    if not _is_of_itself(given):
+    if not is_of_itself(given):
         q, kv = _apart(given)
         dy, o = (given[role].reshape(q.shape) for role in ("dy", "o"))
         tensors = dy, q, kv, given.get("mask"), o, given["state"]
