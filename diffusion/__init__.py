@@ -105,8 +105,9 @@ def train(
     from .presets import defaults_of_training
     from .runs.own_settings import completed
     from .runs.training import train as run
-    from .settings import as_plain, check_keys
+    from .settings import as_plain, check_keys, check_path
 
+    check_path("run_dir", run_dir, "a folder, such as runs/first")
     check_keys(settings, [*defaults_of_training(), *_named(train)], "")
     chosen = {"dataset": dataset, "model": model, "diffusion": diffusion, "optim": optim}
     chosen |= {"device": device, "backend": backend}
@@ -135,7 +136,9 @@ def load(
     """
     from .formats.trained import load_trained
     from .runtime.distributed import choose_device
+    from .settings import check_path
 
+    check_path("ckpt", ckpt, "a run or a checkpoint, such as runs/first")
     return load_trained(ckpt, choose_device(device), ema=ema, precision=precision, **origin)
 
 
@@ -196,9 +199,14 @@ def sample(
     from .runs.editing import edited_options, load_edit
     from .runs.sampling import SampleSettings, choose_labels, choose_values, load_guide
     from .sampling.draw import draw
-    from .settings import as_plain, check_count, check_keys, typed
+    from .settings import as_plain, check_count, check_keys, check_path, typed
 
     check_keys(options, [*_OPTIONS, *_named(sample)], "")
+    paths = {"condition": condition, "vector": vector, "context": context, "guide": guide}
+    paths |= {"init": init, "mask": mask, "decoder": decoder}
+    for key, value in paths.items():
+        if isinstance(value, str):
+            check_path(key, value, "a file or a folder")
     n, batch_size = check_count("n", n), check_count("batch_size", batch_size)
     settings = {"sampler": sampler, "steps": steps, "seed": seed, **options}
     settings |= {"strength": strength, "resample": resample}

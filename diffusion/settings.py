@@ -127,6 +127,13 @@ def check_count(key: str, value: Any) -> int:
     return value
 
 
+def check_path(key: str, value: Any, kind: str) -> None:
+    """Of what a caller from Python gives. ConfigError: it is no path, or "", which would be the
+    current folder, as where a variable was left empty."""
+    if not isinstance(value, str | os.PathLike) or value == "":
+        raise ConfigError(f"{key}={shown(value)} is wrong; expected {kind}")
+
+
 def _is_needed(parameter: inspect.Parameter) -> bool:
     several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     return parameter.default is parameter.empty and not several

@@ -136,10 +136,23 @@ def test_values_of_python_are_those_of_the_configuration(tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"^{key}=.* is wrong; {kind}"):
             diffusion.sample(trained, 1, **{key: value})
+    for key in ("init", "guide", "decoder"):
+        with pytest.raises(ConfigError, match=f"^{key}= is wrong; expected a file or a folder"):
+            diffusion.sample(trained, 1, **{key: ""})
     with pytest.raises(ConfigError, match="models is no group; choose one of model, dataset, "):
         diffusion.preset("models", "unet_tiny")
     with pytest.raises(ConfigError, match="give reference="):  # and not "metrics has l"
         diffusion.evaluate(trained.run_dir, metrics="loss", device="cpu")
+
+
+@pytest.mark.parametrize("empty", ["", None, 3])
+def test_an_empty_name_is_not_the_current_folder(monkeypatch, tmp_path, empty):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="^run_dir=.* is wrong; expected a folder, such as runs/"):
+        diffusion.train(empty, dataset="elephants", steps=1)
+    with pytest.raises(ConfigError, match="^ckpt=.* is wrong; expected a run or a checkpoint"):
+        diffusion.load(empty)
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_goes_with_rollouts_is_taken_for_them(tmp_path):

@@ -75,10 +75,10 @@ def check_paths(settings: dict[str, Any]) -> None:
 def choose_run_dir(settings: dict[str, Any]) -> Path:
     """The folder of this run: as given or runs/DATASET-TIME, and within it one a job of a sweep."""
     hydra, given, several = HydraConfig.get(), settings.get("run_dir"), in_sweep()
-    if given in (None, ""):
+    if given is None:
         name = (settings.get("dataset") or {}).get("name", "run")
         given = hydra.sweep.dir if several else f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if isinstance(given, list | dict | bool):
+    if given == "" or isinstance(given, list | dict | bool):
         raise ConfigError(f"run_dir={shown(given)} is wrong; expected text or null")
     return Path(str(given)) / (hydra.sweep.subdir if several else "")
 

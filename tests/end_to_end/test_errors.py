@@ -51,6 +51,7 @@ def fails(*command: str, cwd=None) -> str:
         ("dataset.path=/my(1)", """goes into quotes: "dataset.path='/my(1)'\""""),
         ("dataset.path=a,b", "for a list give dataset.path=[a,b]"),
         ("dataset", "dataset is no setting; expected KEY=VALUE"),
+        ("run_dir=", "run_dir= is wrong; expected text or null"),
         ("run_dir=[a]", "run_dir=['a'] is wrong; expected text or null"),
         ("hydra/launcher=no_such", "pip install 'triton-diffusion[sweep]' brings"),
     ],
