@@ -36,6 +36,7 @@ _FAMILIES = {
     "conv dgrad": (
         "conv_input_grad",
         "conv_plain_input_grad",
+        "conv2d_input_grad",
         "conv_down_input_grad",
         "conv_upsampled_input_grad",
         "conv_of_upsampled_input_grad",
@@ -177,10 +178,10 @@ def _flops(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> int:
         large = args[0] if "grad" in name else result[0]
         return 2 * large.shape[:3].numel() * (summed.numel() // 4 + others.numel())
     if name in _FAMILIES["conv fwd"]:
-        y = next(_tensors(result))
+        y = result[2] if name == "conv_norm" else next(_tensors(result))  # its y may be left out
         pixels = y[0, :, 0].numel() if name == "conv_split" else y.shape[:3].numel()
         extra = sum(weight.numel() for _, weight in kwargs.get("extra", ()))
-        weight = args[7 if name == "norm_conv" else 1]
+        weight = args[3 if name == "norm_conv" else 1]
         return 2 * pixels * (weight.numel() + extra)
     if name in (*_FAMILIES["conv dgrad"], "skip_dx", "skip_backward"):
         return 2 * args[0].shape[:3].numel() * args[1].numel()

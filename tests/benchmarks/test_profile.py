@@ -6,6 +6,7 @@ import torch
 import triton_kernels
 from benchmarks import harness, profile, work
 from triton_kernels import fused_ops
+from triton_kernels.norm.tables import Statistics
 from triton_kernels.reductions.conv_parts import SplitConv
 
 RNG = torch.zeros(2, dtype=torch.int64)
@@ -125,6 +126,12 @@ def test_work_of_sampling():
     rest = (None, 4, None, None, 1e-5, "silu")
     assert work.work_of("norm_single_cta", (split, *rest), {}, (a, a)).bytes == 3 * 1024 + 64
     assert work.work_of("norm_single_cta", (a, *rest), {}, (a, a)).bytes == 2 * 1024
+    sums = torch.zeros(2, 1, 2, 16)
+    of_norm = a, Statistics((sums,), (16,), 4, bias, bias, 1e-5), "silu", weight[:, :4], bias
+    assert work.work_of("norm_conv", of_norm, {}, (a, sums)).flops == 2 * 32 * 16 * 4 * 9
+    of_conv = x, weight, bias, None
+    for y, partials in ((a, sums), (None, sums), (None, None)):
+        assert work.work_of("conv_norm", of_conv, {}, (y, partials, a)).flops == noted.flops
     with work.noted_work() as calls:
         fused_ops.avg_pool(torch.ones(1, 2, 2, 8))
     assert [(call.family, call.bytes) for call in calls] == [("resample", 4 * 8 * 5)]
@@ -141,6 +148,8 @@ def test_work_is_noted_where_the_plan_does_it():
     assert noted == work.Work("conv fwd", moved, noted.flops)
     back = work.work_of("conv_weight_grad", (x, y, weight), {}, None)
     assert back.flops == 2 * 32 * 16 * 8 * 9
+    dx = work.work_of("conv2d_input_grad", (y, weight, (4, 4), 1, None), {}, x)
+    assert (dx.flops, dx.family) == (back.flops, "conv dgrad")
     two = work.work_of("conv_weight_grads", ((x, y, weight), (y, x, weight)), {}, None)
     assert two.flops == 2 * back.flops
     dx = torch.zeros(2, 8)
