@@ -96,8 +96,9 @@ def _in_order_of(files: ImageFiles, given: ImageFiles) -> ImageFiles:
         (given, files, set(by_stem) - set(stems)),
     ):
         if missing:
+            lack = "has none of its name" if len(missing) == 1 else "have none of their name"
             raise ConfigError(
-                f"{len(missing)} of {len(here.names)} images of {here.path} have none of their name"
+                f"{len(missing)} of {len(here.names)} images of {here.path} {lack}"
                 f" in {there.path}, first {min(missing)}; pairs have the same names, but for .png"
                 " or .jpg"
             )

@@ -81,12 +81,19 @@ def test_a_pair_of_which_one_is_broken_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("learned", "given", "words"),
     [
-        (["1.png", "2.png"], ["1.png"], "1 of 2 images of .*a have none of their name in .*b, fir"),
-        (["1.png"], ["1.png", "7.png"], "1 of 2 images of .*b have none of their name in .*a, fir"),
+        (["1.png", "2.png"], ["1.png"], "1 of 2 images of .*a has none of its name in .*b, fir"),
+        (["1.png"], ["1.png", "7.png"], "1 of 2 images of .*b has none of its name in .*a, fir"),
+        (["1.png"], ["1.png", "7.png", "8.png"], "2 of 3 images of .*b have none of their name"),
         (["1.png"], ["1.png", "1.bmp"], "b has two images for one: 1.bmp and 1.png"),
         (["1.png", "1.bmp"], ["1.png"], "a has two images of the name 1"),
     ],
-    ids=["no condition", "nothing to learn", "two conditions", "two to learn"],
+    ids=[
+        "no condition",
+        "nothing to learn",
+        "twice nothing to learn",
+        "two conditions",
+        "two to learn",
+    ],
 )
 def test_images_that_are_alone(tmp_path, learned, given, words):
     with pytest.raises(ConfigError, match=words):
