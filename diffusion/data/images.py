@@ -1,9 +1,9 @@
 """Folders and zips of image files, in whatever shape people have them, as one uint8 array.
 
-Any depth of sub-folders, any size, JPEG, PNG, WebP, BMP, GIF (first frame), TIFF or PNM; gray,
-palette, CMYK, 16 bits, alpha, EXIF orientation. An image is cropped at its centre to the wanted
-aspect ratio, then resized with an antialiasing filter; one of the wanted size is taken bit for bit.
-Without a size the images are taken as they are, and have to be of one.
+Any depth of sub-folders, any size, JPEG, PNG, WebP, AVIF, BMP, GIF (first frame), TIFF or PNM;
+gray, palette, CMYK, 16 bits, alpha, EXIF orientation. An image is cropped at its centre to the
+wanted aspect ratio, then resized with an antialiasing filter; one of the wanted size is taken bit
+for bit. Without a size the images are taken as they are, and have to be of one.
 """
 
 import json
@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError, features
 
 from ..errors import ConfigError, counted, first_of, is_of_system
 from ..runtime.progress import Progress
@@ -29,7 +29,9 @@ from .image_set import ImageSet, check_memory, parse_size
 
 EXTENSIONS = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif"),
-    *(".tif", ".tiff", ".pgm", ".ppm"),
+    *(".tif", ".tiff", ".pbm", ".pgm", ".ppm", ".pnm"),
+    # of Pillow 11.3 and newer, if it was built with the library
+    *((".avif",) if "avif" in features.modules and features.check("avif") else ()),
 )
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _MAX_SKIPPED = 0.01  # more corrupt files, if not a single one, are no accident
@@ -51,7 +53,7 @@ class ImageFiles:
     labels: list[int] | None
     class_names: tuple[str, ...] | None
     open: Callable[[str], BinaryIO]
-    notes: tuple[str, ...] = ()  # on files that are not there
+    notes: tuple[str, ...] = ()  # on files that are not there, or are left out
 
 
 def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
@@ -78,15 +80,20 @@ def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
     else:
         raise ConfigError(f"{path} is a file; give a folder of images, or a .zip")
     names = sorted(name for name in every if _is_image(name))
+    others = _other_endings(every)
     if not names:
-        kinds = ", ".join(EXTENSIONS)
-        raise ConfigError(f"{path} holds no image; looked for files in {kinds}")
-    files = ImageFiles(path, names, None, None, opener)
+        raise ConfigError(
+            f"{path} holds no image; looked for files in {', '.join(EXTENSIONS)}"
+            + (f", and found {others}" if others else "")
+        )
+    notes = (f"{path}: left out {others}; read are {', '.join(EXTENSIONS)}",) if others else ()
+    files = ImageFiles(path, names, None, None, opener, notes)
     root = "" if path.is_dir() else _common_folder(names)
     inside = [name.removeprefix(root) for name in names]
     if classes and f"{root}dataset.json" in every:
         with opener(f"{root}dataset.json") as file:
-            files.labels, files.notes = _json_labels(file, path, inside)
+            files.labels, absent = _json_labels(file, path, inside)
+            files.notes += absent
     elif classes:
         tops = sorted({name.partition("/")[0] for name in inside})
         if len(tops) > 1 and all("/" in name for name in inside):
@@ -123,8 +130,27 @@ def _walk(root: Path) -> list[str]:
 
 
 def _is_image(name: str) -> bool:
-    hidden = any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
-    return name.lower().endswith(EXTENSIONS) and not hidden
+    return name.lower().endswith(EXTENSIONS) and not _is_hidden(name)
+
+
+def _is_hidden(name: str) -> bool:
+    return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+
+
+def _other_endings(every: Sequence[str]) -> str:
+    """The files that are not read, "3 files (2 .heic, 1 .part)"; "" if there are none."""
+    others = (
+        PurePosixPath(name)
+        for name in every
+        if not (name.endswith("/") or _is_image(name) or _is_hidden(name))
+    )
+    found = Counter(
+        other.suffix.lower() or "without an ending"
+        for other in others
+        if other.name != "dataset.json"
+    )
+    kinds = first_of([f"{n} {ending}" for ending, n in found.most_common()])
+    return f"{counted(found.total(), 'files')} ({kinds})" if found else ""
 
 
 def _json_labels(

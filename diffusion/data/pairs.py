@@ -56,6 +56,7 @@ def load_pairs(
     skipped = (*learned.skipped, *beside.skipped)
     channels_given = GivenChannels(condition_channels, size=reduced)
     made = set_of(files, learned, images, labels, skipped=skipped, condition=channels_given)
+    made.notes += given.notes if condition is not None else ()
     made.notes += (_apart_note(apart, len(labels)),) if apart else ()
     return made
 

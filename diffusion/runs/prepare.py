@@ -74,6 +74,8 @@ def prepare(
         "device": device,
     }
     source, files = _source(**settings)
+    for remark in () if files is None else files.notes:
+        print(f"note: {remark}", file=sys.stderr)
     plan = _plan(settings, source, files)
     begun = unfinished(path)
     with _helpers(workers - 1, str(path), settings):

@@ -7,7 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, features
 
 from diffusion.data import load_dataset
 from diffusion.data.images import load_folder
@@ -35,7 +35,12 @@ def test_same_size_is_bit_for_bit(tmp_path):
     assert np.array_equal(only(tmp_path, size=4), RAMP)
 
 
-@pytest.mark.parametrize("suffix", ["png", "webp", "bmp", "gif", "jpg", "JPEG", "tiff", "ppm"])
+AVIF = ["avif"] if "avif" in features.modules and features.check("avif") else []
+
+
+@pytest.mark.parametrize(
+    "suffix", ["png", "webp", "bmp", "gif", "jpg", "JPEG", "tiff", "pnm", *AVIF]
+)
 def test_formats(tmp_path, suffix):
     save(tmp_path / f"a.{suffix}", np.full((9, 9, 3), 200, np.uint8))
     assert np.abs(only(tmp_path, size=4).astype(int) - 200).max() <= 2
@@ -134,6 +139,26 @@ def test_nested_folders_in_the_order_of_names(tmp_path):
     data = load_folder(tmp_path, size=2)
     assert data.images[:, 0, 0, 0].tolist() == [3, 1, 0, 2]  # a/1, a/z/9, b/2, c
     assert data.labels is None  # c.png lies beside the folders
+
+
+def test_files_of_other_endings_are_counted(tmp_path):
+    """In a folder and in a zip; no others."""
+    names = ("b.heic", "c/d.HEIC", "e.JPG.part", "README", ".hidden", "dataset.json")
+    save(tmp_path / "photos" / "c" / "a.png")
+    for name in names:
+        (tmp_path / "photos" / name).write_text('{"labels": null}')
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        for path in (tmp_path / "photos").rglob("*"):
+            archive.write(path, path.relative_to(tmp_path))  # with entries of the folders
+    for path in (tmp_path / "photos", tmp_path / "set.zip"):
+        (note,) = load_folder(path, size=4).notes
+        left_out = (
+            "left out 4 files (2 .heic, 1 .part, 1 without an ending); read are .jpg, .jpeg, "
+        )
+        assert note.startswith(f"{path}: {left_out}")
+    (tmp_path / "photos" / "c" / "a.png").unlink()
+    with pytest.raises(ConfigError, match=r", and found 4 files \(2 .heic, 1 .part, 1 without an"):
+        load_folder(tmp_path / "photos")
 
 
 def test_class_folders(tmp_path):

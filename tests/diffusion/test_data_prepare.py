@@ -94,6 +94,13 @@ def test_enlarging_is_said(photos):
     assert load_dataset("folder", path=photos / "photos", size=[10, 8]).notes == ()
 
 
+def test_files_that_are_left_out_are_counted(photos):
+    (photos / "photos" / "a.heic").write_bytes(b"")
+    code, _, err = prepare(photos, "src=photos", "out=a.packed", "size=10", "workers=2")
+    assert code == 0 and err.count("note: ") == 1
+    assert "note: photos: left out 1 file (1 .heic); read are .jpg, " in err
+
+
 def test_an_enlarged_image_is_one_of_those_that_were_read(photos):
     """Beside one that cannot be decoded; both say the same."""
     Image.new("RGB", (12, 9)).save(photos / "photos" / "cats" / "small.png")
