@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.attention import attention, attention_fwd, hopper as head
+from triton_kernels.attention import attention, attention_fwd, cross_attention, hopper as head
 from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD, FWD_HEAD_CONFIGS, HeadGrad
 from triton_kernels.attention.launch import attention_bwd
 from triton_kernels.attention.tiles import (
@@ -18,7 +18,7 @@ from triton_kernels.attention.tiles import (
 from triton_kernels.registry.chips import chip
 from triton_kernels.registry.spec import AttentionSpec, dtype_name
 from triton_kernels.runtime.dependent_launch import dependent_launches
-from triton_kernels.runtime.device import describe
+from triton_kernels.runtime.device import describe, standing_for
 
 from .attention_cases import (
     KINDS,
@@ -115,6 +115,28 @@ def test_heads_that_have_no_place_are_refused():
                     assert reason is None
                 wider = AttentionSpec(8, dtype, 256, MAX_HEAD_DIM + 8, grad)
                 assert "a head has 520 channels; at most 512" in op.refuse(wider, gpu)
+
+
+@pytest.mark.parametrize("cross", [False, True])
+def test_a_gradient_without_a_kernel_is_refused_before_forward(cross, device):
+    """On an L4, with what to do; not without a need of it, of an empty batch, or in 16 bits."""
+
+    def call(n=1, dtype=torch.float32):
+        given = {"dtype": dtype, "device": device}
+        q = torch.zeros((n, 4, 512 if cross else 1536), **given, requires_grad=True)
+        if cross:
+            return cross_attention(q, torch.zeros((n, 5, 1024), **given), 1)
+        return attention(q, 1)
+
+    said = r"^the gradient of fp32 heads of 512 channels has no kernel \(tiles: .* the GPU has 99; "
+    with standing_for(chip("l4").gpu, rehearses=False):
+        with pytest.raises(ValueError, match=said + ".*; use bfloat16, float16, narrower"):
+            call()
+        call(n=0), call(dtype=torch.float16)
+        with torch.no_grad():
+            call()
+    with standing_for(chip("a100").gpu, rehearses=False):
+        call()
 
 
 def test_gradient_of_any_strides(device):

@@ -70,7 +70,7 @@ def captured(graph: Graph, pool: Pool | None = None, **_: Any) -> Iterator[None]
 
     with (
         patch.object(InterpretedFunction, "run", launch),
-        patch.object(library, "_is_traced", lambda args: False),  # what ops launch is recorded
+        patch.object(library, "is_traced", lambda args: False),  # what ops launch is recorded
         patch.object(row_sums, "_capturing", lambda x: True),
         torch.random.fork_rng(devices=[]),
         np.errstate(all="ignore"),  # inputs may be anything

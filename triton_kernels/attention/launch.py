@@ -3,6 +3,8 @@ than queries: they choose a kernel and its tile, allocate, and launch."""
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from ..registry.choose import select
 from ..registry.kernel import Op
 from ..registry.spec import AttentionSpec, dtype_name
-from ..runtime.device import describe
+from ..runtime.device import Device, describe
 from .configs import ATTENTION, ATTENTION_GRAD, CROSS_ATTENTION, CROSS_ATTENTION_GRAD
 from .hopper import fetchable
 from .operands import BwdOperands, FwdOperands, constants_of
@@ -105,6 +107,25 @@ def _spec(read: _Read, num_heads: int, allow_tf32: bool, do: Tensor | None = Non
     dtype, grad = dtype_name(q.dtype, allow_tf32), do is not None
     # a head is a head, whichever sample it belongs to
     return AttentionSpec(n * num_heads, dtype, t, c // num_heads, grad, **its)
+
+
+def check_gradient(read: _Read, num_heads: int, allow_tf32: bool) -> None:
+    """Raises ValueError, before a whole forward pass is computed, if no kernel can compute the
+    gradient of this attention on its GPU."""
+    spec = replace(_spec(read, num_heads, allow_tf32), grad=True)
+    op, of = (ATTENTION_GRAD, "") if read[1] is None else (CROSS_ATTENTION_GRAD, "cross_")
+    reason = None if spec.n == 0 or spec.seen == 0 else _refusal(op, spec, describe(read[0].device))
+    if reason is not None:
+        raise ValueError(
+            f"the gradient of {spec.dtype} heads of {spec.d} channels has no kernel ({reason}); use"
+            f" bfloat16, float16, narrower heads or triton_kernels.reference.{of}attention, or"
+            " torch.no_grad() if no gradient is needed"
+        )
+
+
+@lru_cache
+def _refusal(op: Op, spec: AttentionSpec, gpu: Device) -> str | None:
+    return op.refuse(spec, gpu)
 
 
 def _bytes(read: _Read) -> _Read:

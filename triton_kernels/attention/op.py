@@ -5,8 +5,14 @@ import torch
 from torch import Tensor
 
 from ..runtime.layout import autocast, check_nhwc
-from ..runtime.library import derivative, once_differentiable, op
-from .launch import attention_bwd, attention_fwd, cross_attention_bwd, cross_attention_fwd
+from ..runtime.library import derivative, is_traced, once_differentiable, op
+from .launch import (
+    attention_bwd,
+    attention_fwd,
+    check_gradient,
+    cross_attention_bwd,
+    cross_attention_fwd,
+)
 from .tiles import MAX_HEAD_DIM
 
 ORDERS = ("qkv_heads", "heads_qkv")
@@ -60,7 +66,9 @@ def attention(
     order, unet.cu), "heads_qkv" is [heads, 3, d] (its legacy order). `allow_tf32` affects float32
     only. Under torch.autocast qkv is first cast to autocast's dtype.
 
-    Raises ValueError for an unsupported shape, dtype, stride or order.
+    Raises ValueError for an unsupported shape, dtype, stride or order, and where a gradient will be
+    needed of heads that are too wide for the GPU: of more than 256 channels in float32, on compute
+    capability 8.6, 8.9 and 12.
     """
     check_nhwc("qkv", qkv, ndim=3)
     c3 = qkv.shape[2]
@@ -73,8 +81,18 @@ def attention(
     if c3 // 3 // num_heads > MAX_HEAD_DIM:
         d = c3 // 3 // num_heads
         raise ValueError(f"a head has {d} channels; at most {MAX_HEAD_DIM} are supported")
-    o, _ = _attention(autocast(qkv), num_heads, order, allow_tf32)
+    qkv = autocast(qkv)
+    if _needs_gradient(qkv):
+        check_gradient((qkv, None, None), num_heads, allow_tf32)
+    o, _ = _attention(qkv, num_heads, order, allow_tf32)
     return o
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    """Whether backward may follow, in a call that runs; one that is traced may be for another
+    GPU."""
+    needed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return needed and not is_traced(tensors)
 
 
 def _fake_cross_attention(q, kv, mask, num_heads, allow_tf32):
@@ -138,7 +156,7 @@ def cross_attention(
     k and v must be finite where the mask is False too. `allow_tf32` affects float32 only. Under
     torch.autocast q and kv are first cast to autocast's dtype.
 
-    Raises ValueError for an unsupported shape, dtype or stride.
+    Raises ValueError for an unsupported shape, dtype or stride, and for a gradient as `attention`.
     """
     check_nhwc("q", q, ndim=3), check_nhwc("kv", kv, ndim=3)
     n, _, c = q.shape
@@ -160,5 +178,7 @@ def cross_attention(
     q, kv = autocast(q), autocast(kv)
     if q.dtype != kv.dtype:
         raise ValueError(f"kv is {kv.dtype}; expected {q.dtype}, which q is")
+    if _needs_gradient(q, kv):
+        check_gradient((q, kv, mask), num_heads, allow_tf32)
     o, _ = _cross_attention(q, kv, mask, num_heads, allow_tf32)
     return o

@@ -38,17 +38,17 @@ class Op:
         self.direct = implementation  # or the derivative, which calls `below_autograd`
 
     def __call__(self, *args):
-        return self.overload(*args) if _is_traced(args) else self.direct(*args)
+        return self.overload(*args) if is_traced(args) else self.direct(*args)
 
     def below_autograd(self, *args):
         """The op without its derivative, for that derivative's forward."""
-        if not _is_traced(args):
+        if not is_traced(args):
             return self.implementation(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return self.overload(*args)
 
 
-def _is_traced(args: tuple) -> bool:
+def is_traced(args: tuple) -> bool:
     """Whether anybody but autograd has to see the op: a compiler, a mode such as FakeTensorMode,
     the subclass that a tensor has, or the device "meta", which has shapes alone."""
     return (
