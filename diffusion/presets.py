@@ -1,5 +1,6 @@
 """The files of the configuration: where they are, and what one of them says."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,22 @@ _Loader.add_implicit_resolver(
 def preset(group: str, name: str, **changes: Any) -> dict[str, Any]:
     """The settings of configs/GROUP/NAME.yaml with these changes. ConfigError: there is none."""
     path = CONFIGS / group / f"{name}.yaml"
-    if not path.parent.is_dir():
+    if not (CONFIGS / group).is_dir():
         raise ConfigError(f"{group} is no group; choose one of model, dataset, diffusion, optim")
     if not path.is_file():
         choices = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
-        raise ConfigError(f"{group}={name} is unknown; choose one of {', '.join(choices)}")
+        raise ConfigError(
+            f"{group}={name} is unknown; {for_path(group, name)}choose one of {', '.join(choices)}"
+        )
     settings = _read(path)
     settings.pop("defaults", None)  # which is for Hydra
     return settings | changes
+
+
+def for_path(group: str, name: str) -> str:
+    """For a message, what to give where a path stands in place of a name; "": it is none."""
+    is_path = group == "dataset" and ("/" in name or os.path.exists(name))
+    return f"for images there give dataset=folder dataset.path={name}; " if is_path else ""
 
 
 def filled(group: str, given: str | dict[str, Any], otherwise: str | None = None) -> dict[str, Any]:

@@ -171,6 +171,13 @@ def test_what_goes_with_rollouts_is_taken_for_them(tmp_path):
         diffusion.load(tmp_path / "run", device="cpu")
 
 
+def test_a_path_in_place_of_a_name(tmp_path):
+    with pytest.raises(ConfigError, match=f"give dataset=folder dataset.path={tmp_path}; choose "):
+        diffusion.train(tmp_path / "run", dataset=f"{tmp_path}")
+    with pytest.raises(ConfigError, match="^model=a/b is unknown; choose one of adm64"):
+        diffusion.build("a/b")
+
+
 def test_numbers_of_a_preset_are_numbers():
     assert diffusion.preset("optim", "adamw")["lr"] == 2e-4
     with pytest.raises(ConfigError, match="model=unet46 is unknown; choose one of adm64"):

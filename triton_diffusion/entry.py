@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import diffusion
 from diffusion.errors import ConfigError, check_readable, lack_of_memory
-from diffusion.presets import CONFIGS
+from diffusion.presets import CONFIGS, for_path
 from diffusion.runtime.interrupt import Interrupted
 from diffusion.settings import flattened, shown
 
@@ -340,18 +340,22 @@ def explain(error: Exception, config_name: str, arguments: Sequence[str] = ()) -
         return " ".join(f"{said} ({error.__cause__})".split() if error.__cause__ else said.split())
     chain = f"{error}\n{error.__cause__ or ''}"
     key = re.search(r"full_key: (\S+)|Could not override '([^']+)'|Key '([^']+)' is not", chain)
-    choice = re.search(r"Could not find '([^']+)/([^'/]*)'", chain)
+    choice = re.search(r"Could not find '([^']+)'", chain)
     several = re.search(r"Ambiguous value for argument '(.*)'", chain)
     if several:
         return _several(several[1])
     if choice:
-        group, value = choice.groups()
+        group, _, value = choice[1].rpartition("/")
+        for known in _groups(config_name):  # of which a path may be taken for a choice
+            if choice[1].startswith(f"{known}/"):
+                group, value = known, choice[1].removeprefix(f"{known}/")
         if group.startswith("hydra/"):
             return (
                 f"{group}={value} is not installed; pip install 'triton-diffusion[sweep]' brings"
                 " hydra/launcher=joblib, submitit_local, submitit_slurm and hydra/sweeper=optuna"
             )
-        return _unknown(f"{group}={value}", value, sorted(_choices(group)))
+        instead = for_path(group, value)
+        return _unknown(f"{group}={value}", value, sorted(_choices(group)), instead)
     if key:
         name = next(part for part in key.groups() if part).lstrip("+~")
         return _unknown(name, name, sorted(_keys(config_name, arguments)))
@@ -377,7 +381,7 @@ def _several(override: str) -> str:
     )
 
 
-def _unknown(shown: str, value: str, valid: list[str]) -> str:
+def _unknown(shown: str, value: str, valid: list[str], instead: str = "") -> str:
     group = value.rpartition(".")[0]
     inside = [name for name in valid if group and name.startswith(f"{group}.")]
     words = value.rpartition(".")[2].split("_")
@@ -396,7 +400,7 @@ def _unknown(shown: str, value: str, valid: list[str]) -> str:
         if len(choices) <= _LISTED
         else f"one of {len(choices)} keys, shown by --cfg job"
     )
-    return f"{shown} is unknown; {hint}valid: {listed}"
+    return f"{shown} is unknown; {instead or hint}valid: {listed}"
 
 
 def _choices_with(key: str) -> list[str]:
