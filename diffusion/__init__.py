@@ -61,13 +61,16 @@ def build(
     from dataclasses import replace
 
     from .data.image_set import parse_size
+    from .errors import ConfigError
     from .factory import build_model
     from .runtime.backend import choose_backend, precision_on
     from .runtime.distributed import choose_device
-    from .settings import as_plain
+    from .settings import as_plain, check_count, shown
 
+    if not isinstance(model, str | dict):
+        raise ConfigError(f"model={shown(model)} is wrong; expected a name or a dict of settings")
     settings = preset("model", model, **changes) if isinstance(model, str) else model | changes
-    settings, size, channels = as_plain(settings), as_plain(size), as_plain(channels)
+    settings, size, channels = as_plain(settings), as_plain(size), check_count("channels", channels)
     on = choose_device(device)
     follows = (precision or "bf16", precision or "fp32")
     chosen = choose_backend("auto", precision or precision_on(on, "bf16"), on, "precision")

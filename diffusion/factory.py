@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .errors import ConfigError
 from .models.unet import UNet
 from .models.unet1d import UNet1d
+from .presets import names_of
 from .process import flow
 from .process.edm import normal_draws
 from .process.flow import FlowSchedule
@@ -155,9 +156,11 @@ def _construct_model(
     if not isinstance(name, str) or name not in models:
         name = shown(name)
         other = name in MODELS or name in POLICY_MODELS
+        file = name in names_of("model")
         raise ConfigError(
-            f"model.name={name} is {f'not for {data}' if other else 'unknown'}; choose one of"
-            f" {', '.join(models)}, or register it by plugin=FILE"
+            f"model.name={name} is {f'not for {data}' if other else 'unknown'};"
+            f"{f' a file of settings is model={name}, not model.name;' if file else ''} choose one"
+            f" of {', '.join(models)}, or register it by plugin=FILE"
         )
     return construct(models[name], settings, "model", **given)
 

@@ -32,13 +32,18 @@ def preset(group: str, name: str, **changes: Any) -> dict[str, Any]:
     if not (CONFIGS / group).is_dir():
         raise ConfigError(f"{group} is no group; choose one of model, dataset, diffusion, optim")
     if not path.is_file():
-        choices = sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
         raise ConfigError(
-            f"{group}={name} is unknown; {for_path(group, name)}choose one of {', '.join(choices)}"
+            f"{group}={name} is unknown; {for_path(group, name)}choose one of"
+            f" {', '.join(names_of(group))}"
         )
     settings = _read(path)
     settings.pop("defaults", None)  # which is for Hydra
     return settings | changes
+
+
+def names_of(group: str) -> list[str]:
+    """The files of a group."""
+    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
 
 
 def for_path(group: str, name: str) -> str:
@@ -55,6 +60,9 @@ def filled(group: str, given: str | dict[str, Any], otherwise: str | None = None
     if not isinstance(given, dict):
         raise ConfigError(f"{group}={shown(given)} is wrong; expected a name or a dict of settings")
     name = given.get("name", otherwise)
+    if name is None:
+        choices = ", ".join(names_of(group))
+        raise ConfigError(f"{group}.name is not set; choose one of {choices}")
     known = isinstance(name, str) and (CONFIGS / group / f"{name}.yaml").is_file()
     return preset(group, name) | given if known else dict(given)
 

@@ -85,8 +85,9 @@ def typed(make: Callable[..., Any], settings: dict[str, Any], group: str) -> dic
         except TypeError:
             finite = "finite " if any(_is_endless(item) for item in _items(value)) else ""
             kind = _kind(hint).replace("number", f"{finite}number")
+            meant = f", such as [{value}]" if _is_item(value, hint) else ""
             raise ConfigError(
-                f"{_dotted(group, key)}={shown(value)} is wrong; expected {kind}"
+                f"{_dotted(group, key)}={shown(value)} is wrong; expected {kind}{meant}"
             ) from None
     return values
 
@@ -108,19 +109,22 @@ def flattened(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def as_plain(value: Any) -> Any:
-    """As a file of the configuration has it. Callers from Python give paths, tuples, and numbers
-    and arrays of NumPy, as of np.logspace, that no such file can hold."""
+    """As a file of the configuration has it. Callers from Python give paths, tuples, devices, and
+    numbers and arrays of NumPy, as of np.logspace, that no such file can hold."""
     if isinstance(value, dict):
         return {key: as_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [as_plain(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    torch = sys.modules.get("torch")  # without which there are no devices
+    if torch is not None and isinstance(value, torch.device):
+        return str(value)
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_count(key: str, value: Any) -> int:
-    """A number of images that a caller from Python gives. ConfigError: it is none."""
+    """A number of images or channels that a caller from Python gives. ConfigError: it is none."""
     value = as_plain(value)
     if type(value) is not int or value < 1:
         raise ConfigError(f"{key}={shown(value)}; expected a whole number, at least 1")
@@ -162,6 +166,15 @@ def _as(value: Any, hint: Any) -> Any:
     if origin is dict:
         return _as_exactly(dict, value)
     return _AS[hint](value) if hint in _AS else value
+
+
+def _is_item(value: Any, hint: Any) -> bool:
+    """Whether a list of this value alone would do."""
+    try:
+        _as([value], hint)
+    except TypeError:
+        return False
+    return True
 
 
 def _as_exactly(kind: type, value: Any) -> Any:

@@ -108,7 +108,7 @@ def test_values_of_python_are_those_of_the_configuration(tmp_path):
             optim={"lr": rate},
             steps=np.int64(1),
             batch_size=np.int32(2),
-            **small,
+            **small | {"device": torch.device("cpu")},
         )
     assert np.isfinite(loss)
     trained = diffusion.load(tmp_path.parent / f"{tmp_path.name}_run", device="cpu")
@@ -176,6 +176,31 @@ def test_a_path_in_place_of_a_name(tmp_path):
         diffusion.train(tmp_path / "run", dataset=f"{tmp_path}")
     with pytest.raises(ConfigError, match="^model=a/b is unknown; choose one of adm64"):
         diffusion.build("a/b")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"dataset": {"path": "set"}}, r"dataset.name is not set; choose one of array, cifar10"),
+        ({"model": {"name": "unet_tiny"}}, "a file of settings is model=unet_tiny, not model.name"),
+        ({"diffusion": {"name": "flow"}}, "a file of settings is diffusion=NAME, and changes of"),
+    ],
+)
+def test_a_file_of_settings_is_given_by_its_name(tmp_path, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        diffusion.train(tmp_path / "run", **{"dataset": "elephants", "device": "cpu"} | settings)
+
+
+def test_what_a_network_is_called_with():
+    for model in (None, 3):
+        with pytest.raises(ConfigError, match="^model=.* is wrong; expected a name or a dict"):
+            diffusion.build(model)
+    for channels in (0, "3", 1.5):
+        with pytest.raises(ConfigError, match="^channels=.*; expected a whole number, at least 1"):
+            diffusion.build("unet_tiny", size=8, channels=channels)
+    network = diffusion.build("unet_tiny", size=8)
+    with pytest.raises(ValueError, match=r"^t is 5; expected a tensor of shape \(2,\)"):
+        network(torch.zeros(2, 3, 8, 8), 5)
 
 
 def test_numbers_of_a_preset_are_numbers():

@@ -419,6 +419,8 @@ class UNet(Network):
         factor = 2 ** (len(self.channel_mult) - 1)
         if h % factor or w % factor:
             raise ValueError(f"x is {h}x{w} pixels; both have to be multiples of {factor}")
+        if not isinstance(t, Tensor):
+            raise ValueError(f"t is {t!r}; expected a tensor of shape ({n},)")
         if t.shape != (n,):
             raise ValueError(f"t has shape {tuple(t.shape)}; expected ({n},)")
         self.check_given(given, n)

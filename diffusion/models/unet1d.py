@@ -267,6 +267,8 @@ class UNet1d(Layer):
         n, _, length, _ = x.shape
         if length % self.factor:
             raise ValueError(f"x has {length} time steps; expected a multiple of {self.factor}")
+        if not isinstance(t, Tensor):
+            raise ValueError(f"t is {t!r}; expected a tensor of shape ({n},)")
         if t.shape != (n,):
             raise ValueError(f"t has shape {tuple(t.shape)}; expected ({n},)")
         self.check_condition(cond, n)

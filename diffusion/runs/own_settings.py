@@ -73,6 +73,11 @@ def _group(
     if key in own and isinstance(value, dict) and "name" not in value:
         return own[key] | value
     value = default if value is None else value
+    if key == "diffusion" and isinstance(value, dict) and "name" in value:
+        raise ConfigError(
+            "diffusion.name is unknown; a file of settings is diffusion=NAME, and changes of it"
+            ' preset("diffusion", NAME, ...)'
+        )
     if key in ("model", "diffusion"):
         return preset(key, value) if isinstance(value, str) else value
     return filled(key, value, otherwise="adamw" if key == "optim" else None)

@@ -56,6 +56,8 @@ def test_taken(key, value, expected):
         ("count", None, "group.count=null is wrong; expected a whole number"),
         ("rate", "fast", "group.rate=fast is wrong; expected a number"),
         ("on", 1, "group.on=1 is wrong; expected true or false"),
+        ("widths", 3, "group.widths=3 is wrong; expected a list of numbers, such as [3]"),
+        ("size", 1.5, "group.size=1.5 is wrong; expected a whole number or a list of 2 whole num"),
         ("on", "maybe", "group.on=maybe is wrong; expected true or false"),
         ("path", "", "group.path= is wrong; expected text or null"),
         ("path", True, "group.path=true is wrong; expected text or null"),
