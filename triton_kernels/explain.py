@@ -58,8 +58,8 @@ from .registry.chips import CHIPS, chip, floor
 from .registry.choose import Considered, explain
 from .registry.kernel import Op
 from .registry.spec import (
+    FORWARD_TERMS,
     GRAD_TERMS,
-    SCALED_TERMS,
     TERMS,
     AttentionSpec,
     ChannelNormSpec,
@@ -230,7 +230,7 @@ def _conv(words: Sequence[str]) -> tuple[Op, ConvSpec]:
 
 def _check_terms(which: str, given: dict[str, Any], unfused: bool, name: str | None) -> None:
     """ValueError: a term of an epilogue, or of a norm, that what is asked for does not have."""
-    terms = {"forward": SCALED_TERMS, "input_grad": (*GRAD_TERMS, "first"), "weight_grad": ()}
+    terms = {"forward": FORWARD_TERMS, "input_grad": (*GRAD_TERMS, "first"), "weight_grad": ()}
     known = () if unfused else terms[which]
     if name is not None:
         wanted = "input_grad" if name.endswith("input_grad") else "forward"

@@ -87,7 +87,7 @@ STEP = {
 JOINED = {
     "conv_few": "conv_fused, by whichever kernel is quickest alone",
     "conv_split": "parts of conv and the 1x1 terms, that have to be added up",
-    "sum_parts": "these + bias + emb + residual, and partials of it",
+    "sum_parts": "factor (these + bias + emb + residual), and partials of it",
     "resample_parts": "the same, and it upsampled or its 2x2 means",
     "norm_single_cta": "norm without partials, of x, of parts, or of 2x2 means",
     "norm_of_sums": "norm without a table",

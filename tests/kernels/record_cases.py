@@ -19,6 +19,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,8 +33,11 @@ from benchmarks import goldens
 from diffusion.runs.precompile_worker import train
 from triton_kernels.attention import attention_bwd_rows
 from triton_kernels.conv.fused import conv_forward
+from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split, split_spec
 from triton_kernels.noise.loss_aware import draw_weighted_timesteps, record_losses
+from triton_kernels.norm.tables import Statistics
+from triton_kernels.reductions.conv_parts import SplitConv
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.runtime.device import Device, describe
 from triton_kernels.runtime.launch_recorder import Launch, rehearsal
@@ -237,6 +241,46 @@ def _scaled_sums() -> None:
     ops.norm_dx(x, x, None, coeff, add1=x, add1_second=x, sums=True, factor=0.5**0.5)
     halves = x[..., :384].contiguous(), low
     ops.skip_dx(low, weight, x, *halves, coeff, sums=True, factor=0.5**0.5)
+    _scaled_evaluations()
+
+
+def _scaled_evaluations() -> None:
+    """Sums that a number multiplies where nothing runs beside them: of one image, of parts, with
+    the norm before and behind."""
+    ops = triton_kernels.fused_ops
+    for n, h, c, size, beside in (
+        (1, 32, 128, 3, 0),
+        (1, 32, 128, 3, 64),
+        (1, 16, 192, 1, 0),
+        (16, 64, 64, 3, 0),
+        (16, 64, 64, 3, 64),
+        (64, 64, 64, 3, 0),
+        (16, 8, 256, 3, 0),
+    ):
+        x = torch.empty(n, h, h, c, dtype=torch.bfloat16)
+        weight = torch.empty(c, c, size, size, dtype=x.dtype).to(memory_format=torch.channels_last)
+        extra = [(x[..., :beside].contiguous(), torch.empty(c, beside, dtype=x.dtype))]
+        terms = ({"extra": extra} if beside else {"residual": x}) | {"factor": 0.5**0.5}
+        conv = weight, torch.empty(c)
+        ops.conv_few(x, *conv, **terms, stats=True)
+        norm = 32, torch.empty(c), torch.empty(c), 1e-5
+        tiles, gpu = h * h // 256, describe(x.device)
+        spec = replace(forward_spec(x, weight, groups=32), extra=(beside,) if beside else ())
+        if ops.OPS["norm_conv"].why_apart(replace(spec, tiles=(tiles,)), gpu) is None:
+            statistics = Statistics((torch.empty(n, tiles, 2, c),), (h * h,), *norm)
+            ops.norm_conv(x, statistics, "silu", *conv, **terms)
+        if ops.OPS["conv_norm"].why_apart(spec, gpu) is None:
+            ops.conv_norm(x, *conv, ops.NextNorm(*norm[1:3], 32, 1e-5, "silu", True, True), **terms)
+    for h, c, dtype in ((8, 256, torch.bfloat16), (16, 128, torch.float32)):
+        parts, beside = torch.empty(8, 1, c, h * h), torch.empty(1, h, h, c, dtype=dtype)
+        terms = {"bias": torch.empty(c), "residual": beside, "factor": 0.5**0.5}
+        split = SplitConv(parts, beside.shape, dtype, **terms)
+        ops.sum_parts(split)
+        for up in (False, True):
+            ops.resample_parts(split, up)
+        for x2 in (None, beside):
+            affine = torch.empty(2, c if x2 is None else 2 * c)
+            ops.norm_single_cta(split, x2, 32, *affine, 1e-5, "silu")
 
 
 def _channel_norms() -> None:

@@ -107,6 +107,14 @@ class TestGpu:
         shape, dtype = served(SHAPES[name], 1), torch.bfloat16
         repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, STATIONARY, count))
 
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("name", ["a tile", "rows of channels", "many tiles"])
+    def test_sums_that_a_number_multiplies(self, name, config, device):
+        shape, dtype = served(SHAPES[name], 1), torch.bfloat16
+        repeatedly(lambda: check_forward(shape, dtype, device, config, factor=0.5**0.5))
+        if config == STATIONARY:
+            repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, factor=-3))
+
     @pytest.mark.parametrize(("config", "dtype"), VARIANTS, ids=str)
     @pytest.mark.parametrize("name", SHAPES)
     def test_input_grad(self, name, config, dtype, device):

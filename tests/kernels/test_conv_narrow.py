@@ -120,6 +120,11 @@ class TestGpu:
     def test_few_input_channels(self, name, dtype, device):
         repeatedly(lambda: check_forward(IN_SHAPES[name], dtype, device, IN))
 
+    @pytest.mark.parametrize("name", IN_SHAPES)
+    def test_sums_that_a_number_multiplies(self, name, device):
+        shape, dtype = IN_SHAPES[name], torch.bfloat16
+        repeatedly(lambda: check_forward(shape, dtype, device, IN, factor=0.5**0.5))
+
     @pytest.mark.parametrize("co", [3, 6, 16])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("name", IN_SHAPES)

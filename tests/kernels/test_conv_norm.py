@@ -131,26 +131,47 @@ class TestGpu:
         given = shape, channels, dtype, device
         check_norm(*given, plain, terms, True, config, offset, second)
 
+    @pytest.mark.parametrize("config", [None, CONFIGS[0], CONFIGS[3]], ids=str)
+    @pytest.mark.parametrize(
+        ("name", "channels", "second", "keep"),
+        [
+            ("8x8", 8, 0, False),
+            ("8x8", 16, 256, True),
+            ("4x4", 4, 0, True),
+            ("a tile", 2, 64, True),
+        ],
+    )
+    def test_the_norm_of_a_sum_that_a_number_multiplies(
+        self, name, channels, second, keep, config, device
+    ):
+        shape, dtype = SHAPES[name], torch.bfloat16
+        x, weight, _, _, residual = forward_case(shape, dtype, device)
+        terms = {"residual": residual, "factor": 0.5**0.5}
+        tile = config or first_tile(x, weight, ())
+        plain = lambda *args: conv_forward(*args, **terms, config=tile)[0]  # noqa: E731
+        given = shape, channels, dtype, device
+        check_norm(*given, plain, terms, keep, config, second=second)
+
+    @pytest.mark.parametrize("factor", [None, -(0.5**0.5)], ids=["", "times a number"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
     @pytest.mark.parametrize("name", POINTS)
-    def test_1x1_and_its_sums(self, name, with_residual, dtype, device):
+    def test_1x1_and_its_sums(self, name, with_residual, dtype, factor, device):
         x, weight, bias, _, residual = forward_case(POINTS[name], dtype, device)
         assert single_tile.refuse(forward_spec(x, weight), describe(device)) is None
         exact = reference.conv2d(x.double(), weight.double(), bias.double())
         exact = exact + residual.double() if with_residual else exact
-        residual = residual if with_residual else None
+        exact = exact if factor is None else factor * exact
+        terms = {"residual": residual if with_residual else None, "factor": factor}
 
         def check():
-            y, partials = conv_few(
-                x, weight, bias, residual=residual, stats=True, config=SingleTile()
-            )
+            y, partials = conv_few(x, weight, bias, **terms, stats=True, config=SingleTile())
             assert relative(y, exact) <= ROUNDING[dtype] + 1e-5
             check_stats(y, partials)
             return y, partials
 
         repeatedly(check)
-        y, none = conv_few(x, weight, bias, residual=residual, config=SingleTile())
+        y, none = conv_few(x, weight, bias, **terms, config=SingleTile())
         assert none is None and torch.equal(y, check()[0])
 
     def test_an_empty_batch(self, device):

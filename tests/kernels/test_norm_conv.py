@@ -72,7 +72,16 @@ def sums_of(x, groups, tiles=16):
     return partials, groups, weight, bias + 1, EPS
 
 
-def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=32, film=False):
+def check(
+    shape,
+    terms,
+    config,
+    dtype=torch.bfloat16,
+    activation="silu",
+    groups=32,
+    film=False,
+    factor=None,
+):
     device = torch.device("cuda")
     with_residual, channels, upsampled = TERMS[terms]
     x, weight, bias, emb, residual = forward_case(shape, dtype, device)
@@ -99,12 +108,14 @@ def check(shape, terms, config, dtype=torch.bfloat16, activation="silu", groups=
     statistics = Statistics((partials,), (shape.h * shape.w,), *norm, **affine)
     table = norm_tables.norm_table(*statistics)
     with dependent_launches():
-        y, sums = norm_conv(x, statistics, activation, weight, bias, config=config, **given)
+        options = {"config": config, "factor": factor}
+        y, sums = norm_conv(x, statistics, activation, weight, bias, **options, **given)
 
     def convolved(a):
         doubles = {k: v.double() for k, v in exactly.items() if k != "extra"}
         doubles["extra"] = [(t.double(), w.double()) for t, w in exactly.get("extra", ())]
-        return fused_reference.conv_forward(a, weight.double(), bias.double(), **doubles)[0]
+        filters = weight.double(), bias.double()
+        return fused_reference.conv_forward(a, *filters, **doubles, factor=factor)[0]
 
     a = fused_reference.apply(x.double(), None, table.double(), activation)
     exact = convolved(a)
@@ -128,6 +139,14 @@ class TestGpu:
         if config == FOUR and TERMS[terms][1]:
             pytest.skip("tiles of four rows leave no room for 1x1 convolutions")
         repeatedly(lambda: check(SHAPES[name], terms, config))
+
+    @pytest.mark.parametrize("form", [*TWO, "four rows"])
+    @pytest.mark.parametrize("terms", TERMS)
+    def test_sums_that_a_number_multiplies(self, terms, form):
+        if form == "four rows" and TERMS[terms][1]:
+            pytest.skip("tiles of four rows leave no room for 1x1 convolutions")
+        config = (TWO | {"four rows": FOUR})[form]
+        repeatedly(lambda: check(SHAPES["two tiles"], terms, config, factor=-(0.5**0.5)))
 
     @pytest.mark.parametrize(("activation", "config"), [("gelu", None), ("identity", FOUR)])
     def test_scale_shift_and_other_activations(self, activation, config):

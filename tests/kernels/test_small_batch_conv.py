@@ -207,23 +207,25 @@ def test_split_early(case, config, dtype, device):
     assert all(part.abs().sum() > 0 for part in parts)
 
 
-def whole_terms(x, weight, extra):
-    """All that a convolution adds."""
+def whole_terms(x, weight, extra, factor):
+    """All that a convolution adds, and what multiplies its sum."""
     (n, h, w, _), co = x.shape, weight.shape[0]
     bias, extra_bias = torch.randn(2, co, device=x.device)
     terms = {
         "emb": torch.randn(n, 3 * co, device=x.device)[:, co : 2 * co],
         "residual": randn(n, h, w, co, dtype=x.dtype, device=x.device),
     }
-    return bias, terms | ({"extra": extra, "extra_bias": extra_bias} if extra else {})
+    terms |= {"extra": extra, "extra_bias": extra_bias} if extra else {}
+    return bias, terms | {"factor": factor}
 
 
 def in_double(terms):
-    return {k: double(v) if k == "extra" else v.double() for k, v in terms.items()}
+    tensors = {k: v.double() for k, v in terms.items() if k not in ("extra", "factor")}
+    return tensors | {"extra": double(terms.get("extra", ())), "factor": terms["factor"]}
 
 
-def check_whole(x, weight, extra, config):
-    bias, terms = whole_terms(x, weight, extra)
+def check_whole(x, weight, extra, config, factor=None):
+    bias, terms = whole_terms(x, weight, extra, factor)
     y, partials = conv_few(x, weight, bias, **terms, stats=True, config=config)
     exact, _ = fused_reference.conv_forward(
         x.double(), weight.double(), bias.double(), **in_double(terms)
@@ -232,6 +234,12 @@ def check_whole(x, weight, extra, config):
     close(y, exact, low)
     expected = partials_of(y, partials.shape[1])
     torch.testing.assert_close(partials, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("case", ["one image", "two extras"])
+def test_sums_that_a_number_multiplies(case, device):
+    x, weight, extra, _ = conv_inputs(CONVS[case], torch.float16, device)
+    check_whole(x, weight, extra, None, factor=-(0.5**0.5))
 
 
 # --- on the GPU -----------------------------------------------------------------------------------
@@ -331,8 +339,9 @@ def test_convolutions_by_rows(case, device):
     spec = forward_spec(x, weight, extra=[other for other, _ in extra])
     if reason := one_row.refuse(spec, describe(device)):
         pytest.skip(reason)
-    for _ in range(3):
-        check_whole(x, weight, extra, OneRow())
+    for factor in (None, 0.5**0.5):
+        for _ in range(3):
+            check_whole(x, weight, extra, OneRow(), factor)
 
 
 @pytest.mark.gpu

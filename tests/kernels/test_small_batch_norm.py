@@ -101,7 +101,7 @@ def test_norm_whole_far_from_zero(device):
     assert (a.double() - exact).norm() <= 1e-6 * exact.norm()
 
 
-def split_of(case, dtype, device, splits=3):
+def split_of(case, dtype, device, splits=3, factor=None):
     """A convolution in parts, all of its terms there, and a tensor beside it."""
     n, h, w, c1, c2, groups = case
     x1, x2, groups, weight, bias, _ = norm_inputs(case, dtype, device)
@@ -113,14 +113,23 @@ def split_of(case, dtype, device, splits=3):
         extra_bias=randn(c1, device=device),
         emb=randn(n, 3 * c1, device=device)[:, c1 : 2 * c1],
         residual=x1,
+        factor=factor,
     )
     return split, x2, groups, weight, bias
 
 
+FACTORS = [None, -(0.5**0.5)]
+
+
+@pytest.mark.parametrize("factor", FACTORS, ids=["", "times a number"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", NORMS.values(), ids=NORMS)
-def test_norm_whole_of_a_convolution_in_parts(case, dtype, device):
-    split, x2, groups, weight, bias = split_of(case, dtype, device)
+def test_norm_whole_of_a_convolution_in_parts(case, dtype, factor, device):
+    check_norm_of_parts(case, dtype, factor, device)
+
+
+def check_norm_of_parts(case, dtype, factor, device, splits=3):
+    split, x2, groups, weight, bias = split_of(case, dtype, device, splits, factor)
     a, y = norm_single_cta.norm_single_cta(split, x2, groups, weight, bias, EPS, "silu")
     expected, _ = fused_reference.sum_parts(split)
     torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-5)  # the last bit of a half
@@ -137,12 +146,15 @@ def test_norm_whole_of_a_convolution_in_parts(case, dtype, device):
     close(again, exact, low)  # without the store the compiler joins other products and sums
 
 
+@pytest.mark.parametrize("factor", FACTORS, ids=["", "times a number"])
 @pytest.mark.parametrize("up", [False, True], ids=["pooled", "upsampled"])
 @pytest.mark.parametrize("shape", [(1, 4, 6, 24), (2, 16, 16, 24)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_resampling_of_a_convolution_in_parts(shape, up, dtype, device):
-    split, *_ = split_of((*shape, 0, 8), dtype, device)
+def test_resampling_of_a_convolution_in_parts(shape, up, dtype, factor, device):
+    split, *_ = split_of((*shape, 0, 8), dtype, device, factor=factor)
     y, resampled, partials = split_k_sum.resample_parts(split, up)
+    expected, _ = fused_reference.sum_parts(split)
+    torch.testing.assert_close(y, expected, rtol=2e-3, atol=1e-5)  # the last bit of a half
     again, sums = split_k_sum.sum_parts(split)
     torch.testing.assert_close(y, again, rtol=0, atol=0)
     if shape[1:3] == (16, 16):
@@ -364,6 +376,22 @@ def test_norms_of_the_model_s_shapes(case, device):
             )[0],
             fused_reference.norm_single_cta(y, x2, *arguments)[0],
         ])  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [2, 9])
+@pytest.mark.parametrize(
+    "case", [(1, 8, 8, 256, 256, 32), (1, 16, 16, 256, 192, 32), (2, 16, 16, 128, 0, 32)], ids=str
+)
+def test_parts_that_a_number_multiplies(case, splits, device):
+    for dtype in (torch.float16, torch.float32):
+        check_norm_of_parts(case, dtype, 0.5**0.5, device, splits)
+        split, *_ = split_of(case, dtype, device, splits, 0.5**0.5)
+        for up in (False, True):
+            y, _, partials = split_k_sum.resample_parts(split, up)
+            assert torch.equal(y, split_k_sum.sum_parts(split)[0])
+            sums = partials_of(y, partials.shape[1])
+            torch.testing.assert_close(partials, sums, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.gpu

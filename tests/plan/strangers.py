@@ -497,9 +497,12 @@ class Halved(nn.Module):
     """A block of EDM's DDPM++ and of score_sde's NCSN++, whose sums keep their variance; with
     attention if it does not resample."""
 
-    def __init__(self, a: int, b: int, emb: int, resample: Callable | None = None) -> None:
+    def __init__(
+        self, a: int, b: int, emb: int, resample: Callable | None = None, number: float = 0.5**0.5
+    ) -> None:
         super().__init__()
-        self.norms = nn.ModuleList(nn.GroupNorm(4, c, eps=1e-6) for c in (a, b, b))
+        self.number = number
+        self.norms = nn.ModuleList(nn.GroupNorm(c // 2, c, eps=1e-6) for c in (a, b, b))
         self.convs = nn.ModuleList(nn.Conv2d(c, b, 3, padding=1) for c in (a, b))
         self.emb, self.qkv = nn.Linear(emb, b), nn.Conv2d(b, 3 * b, 1)
         self.proj = nn.Conv2d(b, b, 1)
@@ -509,24 +512,26 @@ class Halved(nn.Module):
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         h = self.convs[0](self.resample(F.silu(self.norms[0](x))))
         h = F.silu(self.norms[1](h + self.emb(emb)[:, :, None, None]))
-        x = (self.convs[1](h) + self.skip(self.resample(x))) * 0.5**0.5
+        x = (self.convs[1](h) + self.skip(self.resample(x))) * self.number
         if not self.attends:
             return x
         qkv = self.qkv(self.norms[2](x)).flatten(2).unflatten(1, (3, -1)).transpose(2, 3)
         o = F.scaled_dot_product_attention(*qkv.unsqueeze(2).unbind(1)).squeeze(1)
-        return (x + self.proj(o.transpose(1, 2).unflatten(2, x.shape[2:]))) / np.sqrt(2.0)
+        return (x + self.proj(o.mT.unflatten(2, x.shape[2:]))) / np.float64(1 / self.number)
 
 
 class SumsOfOneVariance(nn.Module):
     """A UNet of such blocks."""
 
-    def __init__(self, c: int, emb: int) -> None:
+    def __init__(self, c: int, emb: int, number: float = 0.5**0.5) -> None:
         super().__init__()
         up = partial(F.interpolate, scale_factor=2.0, mode="nearest")
         self.stem, self.head = nn.Conv2d(3, c, 3, padding=1), nn.Conv2d(c, 3, 3, padding=1)
-        sizes = (c, c), (c, c, partial(F.avg_pool2d, kernel_size=2)), (c, 2 * c), (2 * c, 2 * c, up)
-        self.blocks = nn.ModuleList(Halved(*size[:2], emb, *size[2:]) for size in sizes)
-        self.last = Halved(3 * c, c, emb)
+        down, d = partial(F.avg_pool2d, kernel_size=2), 2 * c
+        sizes = (c, c, None), (c, c, down), (c, d, None), (d, d, up)
+        of = {"emb": emb, "number": number}
+        self.blocks = nn.ModuleList(Halved(a, b, resample=r, **of) for a, b, r in sizes)
+        self.last = Halved(3 * c, c, **of)
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         large = self.blocks[0](self.stem(x), emb)
@@ -534,6 +539,43 @@ class SumsOfOneVariance(nn.Module):
         for block in self.blocks[1:]:
             x = block(x, emb)
         return self.head(self.last(torch.cat((x, large), dim=1), emb))
+
+
+class NumbersBehind(nn.Module):
+    """Numbers behind convolutions where no published network has them: two of them, with one added,
+    in front of a sum and of FiLM, of what is upsampled, halved, projected and padded, and behind
+    convolutions of what was upsampled."""
+
+    def __init__(self, c: int, emb: int) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, c, 3, padding=1), nn.Conv2d(c, 3, 3, padding=1)
+        self.norms = nn.ModuleList(nn.GroupNorm(4, c) for _ in range(9))
+        self.convs = nn.ModuleList(nn.Conv2d(c, c, 3, padding=1) for _ in range(8))
+        self.norm, self.conv = nn.GroupNorm(4, 2 * c), nn.Conv2d(2 * c, c, 3, padding=1)
+        self.skip, self.film = nn.Conv2d(2 * c, c, 1), nn.Linear(emb, 2 * c)
+        self.qkv, self.proj = nn.Conv2d(c, 3 * c, 1), nn.Linear(c, c)
+
+    def _of_norm(self, i: int, x: Tensor) -> Tensor:
+        return self.convs[i](F.silu(self.norms[i](x)))
+
+    def forward(self, x: Tensor, emb: Tensor) -> tuple[Tensor, Tensor]:
+        x = 3 * self.stem(x)
+        scale, shift = self.film(emb)[:, :, None, None].chunk(2, dim=1)
+        h = self.norms[0](-0.7 * self._of_norm(1, x)) * (1 + scale) + shift
+        x = (self.convs[0](h) * 0.5 + x) * 3 / 2
+        half = F.avg_pool2d((self._of_norm(2, x) + x) * -1.5, 2)
+        small = (self._of_norm(3, half) + half) * 0.25
+        h = self.convs[4](F.interpolate(half, scale_factor=2.0)) / 4
+        x = (self._of_norm(5, h) + x) * 0.6 + 0.1
+        both = torch.cat((F.interpolate(small, scale_factor=2.0), x), dim=1)
+        h = self.conv(F.silu(self.norm(both))) * 0.3
+        x = (self._of_norm(6, h) + self.skip(both)) * 1.1
+        qkv = (2 * self.qkv(self.norms[4](small))).flatten(2).unflatten(1, (3, -1)).transpose(2, 3)
+        o = F.scaled_dot_product_attention(*qkv.unsqueeze(2).unbind(1)).squeeze(1)
+        o = (self.proj(o) + small.flatten(2).mT) * 0.9
+        x = x + F.interpolate(o.mT.unflatten(2, half.shape[2:]), scale_factor=2.0)
+        y = self.convs[7](self.norms[7](x)) * 0.8
+        return y.sin(), self.head(F.silu(self.norms[8](y))) * 7
 
 
 class Fourier(nn.Module):
@@ -556,6 +598,7 @@ LEVELS = torch.tensor([0.3, 0.9])
 add("as SR3", lambda: SR3(8, 16), (2, 8, 4, 6), LEVELS)
 add("biases behind", lambda: ByChannels(8), (2, 3, 4, 6), (2, 2))
 add("sums of one variance", lambda: SumsOfOneVariance(8, 6), (2, 3, 8, 12), (2, 6))
+add("numbers behind convolutions", lambda: NumbersBehind(8, 6), (2, 3, 8, 12), (2, 6))
 add("Fourier layers", lambda: _image(Fourier(16)), (1, 3, 8, 6))
 
 # --- what a module may do to tensors --------------------------------------------------------------

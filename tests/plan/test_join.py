@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from diffusion import accelerate
 from diffusion.plan.build import plan
@@ -15,6 +16,7 @@ from diffusion.plan.moves import nodes_of
 from diffusion.plan.ops import JOINED
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
+from tests.plan.strangers import STRANGERS
 from triton_kernels import fused_ops
 from triton_kernels.reference import fused
 from triton_kernels.runtime.device import Device
@@ -23,9 +25,8 @@ GPU = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True, arch=90)
 CPU = torch.device("cpu")
 
 
-def evaluated(name):
-    """Ops of the joined plan, whose results are the module's."""
-    module, args, kwargs = network(name)
+def evaluated(module, args, kwargs):
+    """The joined plan, whose results are the module's."""
     module = in_float64(module).eval()
     args = tuple(a.double() if a.is_floating_point() else a for a in args)
     made = plan(module, args, kwargs, kernels=(fused, GPU))
@@ -37,14 +38,14 @@ def evaluated(name):
         expected = module(*args, **kwargs)
         run_moves(made.schedule.forward, values, Streams(CPU, others=0), launch_reference)
     y = made.traced.assemble([values[v] for v in made.graph.outputs])
-    y, expected = (v if torch.is_tensor(v) else v[0] for v in (y, expected))
+    y, expected = (pytree.tree_leaves(v) for v in (y, expected))
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
-    return set(made.graph.count())
+    return made.graph
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_networks(name):
-    ops = evaluated(name)
+    ops = set(evaluated(*network(name)).count())
     assert "norm_of_sums" not in ops or ops & set(JOINED)
 
 
@@ -54,7 +55,27 @@ def test_networks(name):
 def test_any_row_of_the_fuse_table_can_be_left_out(row):
     """As `benchmarks.ablate` times an evaluation without it."""
     with leaving_out(row):
-        evaluated(NAMES[0])
+        evaluated(*network(NAMES[0]))
+
+
+# launches that multiply what they add up, of images of these sizes
+SCALED = {
+    ("sums of one variance", 8, 8): {"conv_few", "conv_norm", "norm_single_cta"},
+    ("numbers behind convolutions", 16, 12): {"conv_few", "norm_conv"},
+    ("numbers behind convolutions", 8, 8): {"conv_few", "conv_norm", "resample_parts"},
+    ("numbers behind convolutions", 4, 6): {
+        "conv_few", "norm_single_cta", "resample_parts", "sum_parts",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "h", "w"), SCALED, ids=str)
+def test_a_number_is_in_the_launch_that_adds(name, h, w):
+    """In that of parts, too; what is multiplied on the small image has none."""
+    module, (x, *given), kwargs = STRANGERS[name]()
+    graph = evaluated(module, (x.new_empty(2, 3, h, w).normal_(), *given), kwargs)
+    scaled = [n for n in graph.nodes if "factor" in n.attrs and n.op != "upsample"]
+    assert {n.op for n in scaled} == SCALED[name, h, w]
 
 
 def test_casts_of_parameters_are_one_node():

@@ -111,6 +111,44 @@ def test_a_residual_block_of_one_image_without_tma(found):
     assert [row[2] for row in block[1::2]] == ["conv_pointer_forward_kernel"] * 2
 
 
+NUMBERS = """
+import json, torch
+from diffusion.plan.build import plan
+from diffusion.plan.printed.kernels import launched
+from tests.plan.strangers import SumsOfOneVariance
+from triton_kernels import fused_ops
+from triton_kernels.registry.chips import chip
+
+found = []
+for gpu, images, side in (
+    ("h200", 1, 16), ("h200", 64, 16), ("h200", 16, 64), ("a100", 1, 16), ("rtx5090", 16, 64)
+):
+    x, emb = torch.empty(images, 3, side, side).bfloat16(), torch.empty(images, 6).bfloat16()
+    for number in (1, 0.5**0.5):
+        network = SumsOfOneVariance(64, 6, number).bfloat16().eval()
+        made = plan(network, (x, emb), kernels=(fused_ops, chip(gpu).gpu))
+        kernels = launched(made, chip(gpu), fused_ops)
+        of_nodes = [[n.op, "factor" in n.attrs, *kernels[n].kernels] for n in made.schedule.nodes]
+        found.append([row for row in of_nodes if row[0] != "upsample"])
+print(json.dumps(found))
+"""
+
+
+def test_a_number_behind_a_sum_is_no_launch():
+    """An evaluation launches what it launches without the number, on any GPU."""
+    code, out, err = run("-c", NUMBERS)
+    assert code == 0, err
+    found = json.loads(out.splitlines()[-1])
+    scaled = set()
+    for plain, times in zip(found[::2], found[1::2], strict=True):
+        assert [[op, *kernels] for op, _, *kernels in times] == [
+            [op, *kernels] for op, _, *kernels in plain
+        ]
+        assert sum(is_scaled for _, is_scaled, *_ in times) == 8
+        scaled |= {op for op, is_scaled, *_ in times if is_scaled}
+    assert scaled >= {"conv_few", "conv_norm", "norm_conv", "norm_single_cta"}
+
+
 def test_products(found):
     """As many as the model counts, or fewer: what is upsampled is multiplied on the small image."""
     assert found["1"]["flops"] == pytest.approx(1.0046, abs=1e-4)  # the stem has 16 channels

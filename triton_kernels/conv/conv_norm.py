@@ -1,6 +1,6 @@
 """A convolution and the norm behind it in one launch, for inference with small images.
 
-    y = conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of other tensors
+    y = factor (conv(x) + bias[co] + emb[n, co] + residual + 1x1 convolutions of other tensors)
     a = act(norm(y)),   or of y beside x2, whose tiles are programs of their own
 
 An image of 8x8 pixels and 64 channels of it are a tile, and 64 channels are whole groups where a

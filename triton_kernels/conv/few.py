@@ -62,7 +62,7 @@ CONV_FEW = Op(
             SingleTile,
             single_tile.refuse,
             launch=lambda _, operands: single_tile.launch(operands),
-            adds=("residual", "stats"),
+            adds=("residual", "factor", "stats"),
             work=lambda spec, gpu, _: single_tile.work(spec, gpu),
         ),
         Kernel(

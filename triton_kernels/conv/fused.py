@@ -30,7 +30,7 @@ from ..activations import check_activation
 from ..noise.dropout import Mask
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
-from ..registry.spec import GRAD_TERMS, SCALED_TERMS, ConvSpec, dtype_name, precision_of
+from ..registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec, dtype_name, precision_of
 from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
 from . import forward
@@ -102,7 +102,7 @@ FORWARD = Op(
     "conv_forward",
     key=("h", "w", "k", "c", "r", "s", "dtype", "residual", "extras", "stats"),
     kernels=(
-        _tma(_FWD_CONFIGS, fused_launch.forward, SCALED_TERMS),
+        _tma(_FWD_CONFIGS, fused_launch.forward, FORWARD_TERMS),
         pointer.FORWARD,
         *row_mma.KERNELS,
         tile_mma.KERNEL,

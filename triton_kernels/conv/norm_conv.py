@@ -1,6 +1,6 @@
 """A convolution that computes its input, act(norm(x)), in the same launch.
 
-    y = conv(act(z)) + bias + emb + residual + 1x1 convolutions of other tensors
+    y = factor (conv(act(z)) + bias + emb + residual + 1x1 convolutions of other tensors)
     z = (x - mean) rstd g + b                                   of partials, as in `norm.tables`
 
 It is for callers that need only y: act(z) is never in memory, which saves a pass that reads and
@@ -103,7 +103,8 @@ def norm_conv(
     config: NormConv | None = None,
     **terms: Any,  # of `Terms`, where tensors of `extra` may have half of the rows and columns
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, CO]; float32 [N, K, 2, CO]
-    """conv(act(norm(x))) + bias + the terms, and its partial sums, as in `conv_forward`."""
+    """conv(act(norm(x))) + bias + the terms, times their factor, and its partial sums, as in
+    `conv_forward`."""
     check_activation(activation)
     n, h, w, ci = x.shape
     co = weight.shape[0]

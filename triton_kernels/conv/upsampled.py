@@ -102,12 +102,13 @@ def upsampled_spec(
     co: int,
     *,
     grad: bool = False,
+    factor: bool = False,
 ) -> ConvSpec:
     """What the functions below compute of such tensors."""
     n, h, w, _ = small.shape
     k, c = (co, c1 + c2) if grad else (c1 + c2, co)
     size = n, dtype_name(small.dtype), 2 * h, 2 * w, k, c
-    return ConvSpec(*size, filters=(co, c1 + c2), first=c1)
+    return ConvSpec(*size, filters=(co, c1 + c2), first=c1, factor=factor)
 
 
 def conv_upsampled(

@@ -50,10 +50,11 @@ def norm_single_cta_kernel(
     x1_ptr,  # [N, HW, C1]; with SPLITS > 0 it is written, if it is not None
     pooled_ptr,  # [N, HW, C1], out, or None: x1 is [N, 4 HW, C1], of which these are 2x2 means
     parts_ptr,  # float32 [SPLITS, N, C1, HW], or None: x1 is read
-    conv_bias_ptr,  # of the convolution, as the next three
+    conv_bias_ptr,  # of the convolution, as the next four
     extra_bias_ptr,
     emb_ptr,
     residual_ptr,
+    factor,  # or None
     x2_ptr,  # [N, HW, C - C1] or None
     weight_ptr,  # [C] or None
     bias_ptr,  # [C] or None
@@ -119,7 +120,7 @@ def norm_single_cta_kernel(
         x2 = tl.load(x2_ptr + offs, mask=second[:, None] & mask_p[None, :], other=0.0)
     g, b = modulate(g, b, scale_ptr, shift_ptr, stride_scale, stride_shift, n, offs_c, mask_c)
     if SPLITS > 0:  # rounded, as its other readers see it
-        x = sum_of_parts(terms, parts)
+        x = sum_of_parts(terms, parts, factor)
         y = x.to(a_ptr.dtype.element_ty)
         if x1_ptr is not None:
             tl.store(x1_ptr + offs1, y, mask=here)

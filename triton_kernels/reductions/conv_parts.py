@@ -21,7 +21,7 @@ from ..runtime.layout import check_nhwc, check_shape
 
 @dataclass(frozen=True)
 class SplitConv:
-    """y = sum of parts + bias + extra_bias + emb[n, c] + residual, rounded to dtype."""
+    """y = factor (sum of parts + bias + extra_bias + emb[n, c] + residual), rounded to dtype."""
 
     parts: Tensor  # float32 [S, N, CO, H * W]
     shape: tuple[int, int, int, int]  # of y: N, H, W, CO
@@ -30,16 +30,17 @@ class SplitConv:
     extra_bias: Tensor | None = None  # float32 [CO]
     emb: Tensor | None = None  # float32 [N, CO], rows any distance apart
     residual: Tensor | None = None  # [N, H, W, CO]
+    factor: float | None = None  # multiplies the sum of all that
 
     @property
     def device(self) -> torch.device:
         return self.parts.device
 
 
-def terms_of(split: SplitConv | None) -> tuple[Tensor | None, ...]:
-    """parts, bias, extra_bias, emb, residual"""
+def terms_of(split: SplitConv | None) -> tuple[Tensor | float | None, ...]:
+    """parts, bias, extra_bias, emb, residual, factor"""
     if split is None:
-        return (None,) * 5
+        return (None,) * 6
     n, h, w, c = split.shape
     check_shape("parts", split.parts, split.parts.shape[0], n, c, h * w)
     assert split.parts.is_contiguous() and split.parts.dtype == torch.float32
@@ -48,7 +49,8 @@ def terms_of(split: SplitConv | None) -> tuple[Tensor | None, ...]:
         check_shape("residual", split.residual, n, h, w, c)
     if split.emb is not None:
         check_shape("emb", split.emb, n, c)
-    return split.parts, split.bias, split.extra_bias, split.emb, split.residual
+    terms = split.bias, split.extra_bias, split.emb, split.residual, split.factor
+    return split.parts, *terms
 
 
 @triton.jit
@@ -105,10 +107,13 @@ def load_parts(
 def sum_of_parts(
     terms,  # of `terms_of_parts`
     parts,  # of `load_parts`
+    factor,  # or None
 ):
     """A tile of a SplitConv, float32 [L, P], not rounded. The last is added first: the compiler,
     which spares registers, else asks for some of them, waits, and asks for the next."""
     acc = parts[len(parts) - 1] + terms[:, None]
     for i in tl.static_range(len(parts) - 1):
         acc += parts[i].to(tl.float32)
+    if factor is not None:
+        acc *= factor
     return acc

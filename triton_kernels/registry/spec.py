@@ -23,13 +23,12 @@ MOST_CHANNELS = 8192  # of a pixel that one program normalises: 16 elements per 
 _BYTES = {name: dtype.itemsize for dtype, name in _NAMES.items()} | {"tf32": 4}
 
 
-# The terms that the epilogue of a convolution may add, by the fields of `ConvSpec`. A kernel states
-# which terms it adds (`Kernel.adds`) and refuses all others. Full epilogues add these, in a forward
-# pass and in an input gradient:
-FORWARD_TERMS = ("emb", "residual", "extra", "stats")
-SCALED_TERMS = (*FORWARD_TERMS, "factor")  # of kernels that also multiply their sum by a number
+# The terms that the epilogue of a convolution may add, by the fields of `ConvSpec`; a factor then
+# multiplies their sum. A kernel states which it has (`Kernel.adds`) and refuses all others. Full
+# epilogues have these, in a forward pass and in an input gradient:
+FORWARD_TERMS = ("emb", "residual", "extra", "factor", "stats")
 GRAD_TERMS = ("activation", "mask", "drawn")
-TERMS = (*SCALED_TERMS, *GRAD_TERMS)
+TERMS = (*FORWARD_TERMS, *GRAD_TERMS)
 
 
 def dtype_name(dtype: torch.dtype, allow_tf32: bool = False) -> str:

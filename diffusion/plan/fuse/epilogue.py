@@ -83,7 +83,8 @@ def epilogue_factor(f: Fusing, node: Node) -> Value | None:
     if "partials" in conv.outputs or node.out.dtype != conv.out.dtype:
         return None
     becomes_fused(conv)
-    conv.attrs = conv.attrs | {"factor": node.attrs["scale"] * conv.attrs.get("factor", 1)}
+    factor = float(node.attrs["scale"]) * conv.attrs.get("factor", 1.0)
+    conv.attrs = conv.attrs | {"factor": factor}
     f.write(conv, node.out, node)
     return node.out
 

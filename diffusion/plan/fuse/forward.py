@@ -28,7 +28,7 @@ FORWARD_ROWS = (
     ),
     Row(
         "a number in the epilogue", ("affine",), epilogue_factor,
-        "with the number in dx 6.7 % of a step of EDM's DDPM++ at 64 images", ("train",)
+        "with the number in dx 6.7 % of a step of EDM's DDPM++ at 64 images", ("train", "sample")
     ),
     Row("sums in the epilogue", ("moments",), partials, "4.9 % of a pass of 32 images"),
     Row(

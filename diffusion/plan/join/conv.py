@@ -5,7 +5,7 @@ from triton_kernels.conv.plain.split_k import split_spec
 from ..graph import Node
 from .attention import waits_for_projection
 from .resample import of_upsampled
-from .state import TERMS, Joining, norm_attrs, norm_inputs
+from .state import TERMS, Joining, factor_of, norm_attrs, norm_inputs
 
 _NORM_NEXT_PIXELS = 64  # of an image at most, whose norm may be in the launch of its convolution
 
@@ -106,7 +106,8 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
     x2, groups = norm.inputs.get("x1"), norm.attrs["groups"]
     second = 0 if x2 is None else x2.shape[3]
     pixels = h * w
-    spec = j.spec(node, x, groups=groups, beside=second)
+    factor = factor_of(node)
+    spec = j.spec(node, x, groups=groups, beside=second, factor=bool(factor))
     keep = j.others_read(y, norm)
     if splits or pixels > _NORM_NEXT_PIXELS or not j.joins("conv_norm", spec):
         return False
@@ -119,7 +120,7 @@ def _conv_then_norm(j: Joining, node: Node, norm: Node, splits: bool) -> bool:
         outputs["partials"] = node.outputs["partials"]
     elif keep:
         j.measured[node.outputs["partials"]] = y
-    attrs = norm_attrs(norm)
+    attrs = norm_attrs(norm) | factor
     j.emit("conv_norm", {**node.inputs, **affine, "x2": x2}, outputs, node, **attrs)
     j.graph.reason(norm.out, "a norm in the launch of its convolution")
     j.done.add(norm)
@@ -139,12 +140,13 @@ def _norm_conv(j: Joining, node: Node, norm: Node) -> bool:
             inputs[role] = up.inputs["x"]
     j.need(*(v for role, v in inputs.items() if role in TERMS))
     x, partials = norm.inputs["x0"], norm.inputs["partials0"]
-    sums = (j.dry[partials].shape[1],)
-    if not j.joins("norm_conv", j.spec(node, x, groups=norm.attrs["groups"], tiles=sums)):
+    factor, sums = factor_of(node), (j.dry[partials].shape[1],)
+    spec = j.spec(node, x, groups=norm.attrs["groups"], tiles=sums, factor=bool(factor))
+    if not j.joins("norm_conv", spec):
         return False
     del inputs["x"]
     inputs |= {"x": x, "partials0": partials} | norm_inputs(norm)
-    attrs = norm_attrs(norm) | {"pixels": norm.attrs["pixels"]}
+    attrs = norm_attrs(norm) | factor | {"pixels": norm.attrs["pixels"]}
     j.emit("norm_conv", inputs, node.outputs, node, **attrs)
     j.graph.reason(node.out, "a norm made by the convolution that reads it")
     j.forget(norm.out)

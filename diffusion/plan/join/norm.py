@@ -5,7 +5,7 @@ from triton_kernels.registry.spec import ConvSpec, NormSpec, dtype_name
 
 from ..graph import Node, Value
 from .resample import upsampled_filters
-from .state import NORM, TERMS, Joining, norm_attrs, norm_inputs
+from .state import NORM, TERMS, Joining, factor_of, norm_attrs, norm_inputs
 
 _WHOLE_PARTS = 256  # pixels of an image whose parts a norm adds, which else are added before it
 _FEW_TILES = 128  # whose sums every program may add up again
@@ -73,7 +73,7 @@ def _norm_single_cta(j: Joining, node: Node) -> None:
         }
         if j.others_read(x1, node):
             outputs["x"] = x1
-        attrs["shape"] = x1.shape
+        attrs |= {"shape": x1.shape} | factor_of(conv)
         j.graph.reason(node.out, "a norm that adds the parts of its convolution")
     elif pool := j.late(x1, "avg_pool"):
         inputs["x0"], outputs["x"] = pool.inputs["x"], x1
@@ -126,7 +126,7 @@ def _serves_upsampled(j: Joining, norm: Node, conv: Node, small: Value, x2: Valu
     # with a 1x1 skip, that is: a block that keeps its channels reads all of them upsampled
     skips = any(large_reader.op == "conv_fused" for large_reader in j.readers(norm.inputs["x0"]))
     channels = small.shape[3], x2.shape[3]
-    spec = upsampled_spec(j.dry[small], *channels, co)
+    spec = upsampled_spec(j.dry[small], *channels, co, factor="factor" in conv.attrs)
     return size == [3, 3] and skips and j.joins("conv_upsampled", spec)
 
 
@@ -139,5 +139,6 @@ def _adds_small(j: Joining, large: Value, small: Value, x2: Value) -> Node | Non
     r, s = j.filters(conv).shape[2:]
     extra, k = (small.shape[3], x2.shape[3]), conv.inputs["x"].shape[3]
     dtype = dtype_name(conv.out.dtype)
-    spec = ConvSpec(n, dtype, h, w, k, co, r, s, extra=extra, upsampled=True)
+    how = {"extra": extra, "factor": "factor" in conv.attrs, "upsampled": True}
+    spec = ConvSpec(n, dtype, h, w, k, co, r, s, **how)
     return conv if j.joins("norm_conv", spec) else None

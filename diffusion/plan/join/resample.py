@@ -3,7 +3,7 @@
 from triton_kernels.conv.upsampled import upsampled_spec
 
 from ..graph import Node, Value
-from .state import TERMS, Joining
+from .state import TERMS, Joining, factor_of
 
 _POOLED_IMAGES = 4  # at most, of which a norm makes the means that it reads
 
@@ -18,7 +18,8 @@ def _resample_parts(j: Joining, node: Node) -> None:
     x = node.inputs["x"]
     conv = j.parts.pop(x)
     outputs = conv.outputs | {"resampled": node.out}
-    j.emit("resample_parts", j.sum_inputs(conv), outputs, conv, up=node.op == "upsample")
+    how = {"up": node.op == "upsample"} | factor_of(conv)
+    j.emit("resample_parts", j.sum_inputs(conv), outputs, conv, **how)
 
 
 def upsample(j: Joining, node: Node) -> None:
@@ -38,7 +39,8 @@ def of_upsampled(j: Joining, node: Node) -> bool:
     if terms or "partials" not in node.outputs or j.others_read(node.inputs["x"], node):
         return False
     co, c, *size = j.filters(node).shape
-    if size != [3, 3] or not j.joins("conv_upsampled", upsampled_spec(j.dry[small], c, 0, co)):
+    spec = upsampled_spec(j.dry[small], c, 0, co, factor="factor" in node.attrs)
+    if size != [3, 3] or not j.joins("conv_upsampled", spec):
         return False
     inputs = {"x": small, "bias": node.inputs["bias"]} | upsampled_filters(j, node, c)
     j.emit("conv_of_upsampled", inputs, node.outputs, node)

@@ -139,7 +139,13 @@ class Joining:
 
     def sum_parts(self, y: Value) -> None:
         conv = self.parts.pop(y)
-        self.emit("sum_parts", self.sum_inputs(conv), dict(conv.outputs), conv)
+        outputs = dict(conv.outputs)
+        self.emit("sum_parts", self.sum_inputs(conv), outputs, conv, **factor_of(conv))
+
+
+def factor_of(conv: Node) -> dict[str, float]:
+    """What multiplies its sum, for the launch that adds that up."""
+    return {"factor": conv.attrs["factor"]} if "factor" in conv.attrs else {}
 
 
 def norm_attrs(norm: Node) -> dict[str, Any]:

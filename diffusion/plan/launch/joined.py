@@ -27,7 +27,7 @@ def _rows(given: Inputs) -> Tensor:  # [CO, CI]
 
 @launches("conv_few")
 def _conv_few(run, node, given):
-    options = {key: value for key, value in terms(given).items() if value is not None}
+    options = {key: value for key, value in terms(node, given).items() if value is not None}
     options |= {"width": node.attrs["width"]} if "width" in node.attrs else {}
     options |= {"stats": "partials" in node.outputs} | rounding(node)
     y, partials = run.kernels.conv_few(*_conv(given), **options)
@@ -48,6 +48,7 @@ def _split(node, given: Inputs, prefix: str = "", shape=None) -> SplitConv:
     if added["bias"] is None:
         added["bias"] = torch.zeros(parts.shape[2], device=parts.device)
     dtype = node.out.dtype if y is None else y.dtype
+    added["factor"] = node.attrs.get("factor")
     return SplitConv(parts, node.attrs.get("shape") or y.shape, dtype, **added)
 
 
@@ -92,7 +93,8 @@ def _next_norm(node, given: Inputs) -> NextNorm:
 @launches("conv_norm")
 def _conv_norm(run, node, given):
     then = _next_norm(node, given)
-    y, partials, a = run.kernels.conv_norm(*_conv(given), then, **terms(given), x2=given.get("x2"))
+    options = terms(node, given) | {"x2": given.get("x2")}
+    y, partials, a = run.kernels.conv_norm(*_conv(given), then, **options)
     return {"a": a, "y": y, "partials": partials}
 
 
@@ -100,7 +102,7 @@ def _conv_norm(run, node, given):
 def _norm_conv(run, node, given):
     x, *weight = _conv(given)
     norm = statistics(node, given, "norm_"), node.attrs["activation"]
-    y, partials = run.kernels.norm_conv(x, *norm, *weight, **terms(given))
+    y, partials = run.kernels.norm_conv(x, *norm, *weight, **terms(node, given))
     return {next(iter(node.outputs)): y, "partials": partials}
 
 

@@ -72,8 +72,7 @@ def _conv_fused(run, node, given):
         given["x"],
         filters(given["weight"]),
         bias_of(given),
-        **terms(given),
-        factor=node.attrs.get("factor"),
+        **terms(node, given),
         stats="partials" in node.outputs,
         width=node.attrs.get("width"),
     )

@@ -198,10 +198,10 @@ def extra(given: Inputs) -> tuple[tuple[Tensor, Tensor], ...]:
     return tuple(zip(many(given, "extra"), many(given, "columns"), strict=True))
 
 
-def terms(given: Inputs) -> dict[str, Any]:
-    """What is added in an epilogue, beside the bias."""
+def terms(node: Node, given: Inputs) -> dict[str, Any]:
+    """What is added in an epilogue, beside the bias, and what then multiplies the sum."""
     found = {role: given.get(role) for role in ("emb", "residual", "extra_bias")}
-    return found | {"extra": extra(given)}
+    return found | {"extra": extra(given), "factor": node.attrs.get("factor")}
 
 
 def rounding(node: Node) -> dict[str, bool]:

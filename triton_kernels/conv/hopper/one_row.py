@@ -83,14 +83,15 @@ def launch(operands: Operands) -> None:
     w = operands.x.shape[2]
     read, written = (partial(_in_rows, pixels=pixels) for pixels in (2 * w, w))
     x_desc, filters, residual_desc, _, *rest = operands.tensors(read, written)
-    terms = (x_desc, filters, residual_desc, *rest, None, operands.numbers[1])
+    numbers = operands.numbers[1], operands.factor
+    terms = (x_desc, filters, residual_desc, *rest, None, *numbers)
     _launch(operands.x, operands.weight, terms, operands.extra_channels, 1)
 
 
 def launch_parts(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """The parts of the convolution, float32 [parts, N, CO, H * W]."""
     wide = _in_rows(x, 2 * x.shape[2])
-    terms = (wide, filters_in_boxes(weight), *[None] * 10, out, 0)
+    terms = (wide, filters_in_boxes(weight), *[None] * 10, out, 0, None)
     _launch(x, weight, terms, [0, 0], len(out))
 
 

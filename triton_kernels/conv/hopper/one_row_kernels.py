@@ -130,6 +130,7 @@ def conv_one_row_kernel(
     partial_ptr,  # float32 [N, H, 2, CO], out, or None
     parts_ptr,  # PARTS > 1: float32 [PARTS, N, CO, H * W], out
     stride_emb,
+    factor,  # multiplies the sum; or None
     N,
     CO,
     H: gl.constexpr,
@@ -237,6 +238,8 @@ def conv_one_row_kernel(
         if HAS_RESIDUAL:
             mbarrier.wait(beside_bar, 0)
             y += widen_pairs(buf.load(LAYOUT))
+        if factor is not None:
+            y *= factor
         y = round_pairs(y, dtype)
         buf.store(y)
         fence_async_shared()

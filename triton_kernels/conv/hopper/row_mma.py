@@ -112,8 +112,8 @@ def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
     made = [operands.x if producers else None, norm and norm.table]
     conv_stationary_weights_kernel[(programs,)](
         *operands.tensors(partial(_in_rows_of, w), partial(in_rows, rows=2)),
-        *norm_arguments, *made, *operands.numbers, n * h // rows,
-        h // rows, c,
+        *norm_arguments, *made, *operands.numbers, operands.factor,
+        n * h // rows, h // rows, c,
         ROWS=rows, W=w, DGRAD=operands.activation is not None, ACT=operands.activation_name,
         GROUPS=groups, PAIRS=pairs, SLOTS=slots, PRODUCERS=producers,
         EXTRA1=operands.extra_channels[0] // 64, EXTRA2=operands.extra_channels[1] // 64,
@@ -138,7 +138,7 @@ KERNELS = (
         _refuse_narrow,
         lambda spec, gpu: [NARROW_TILE],
         launch=launch,
-        adds=("emb", "residual", "stats", "activation"),
+        adds=("emb", "residual", "factor", "stats", "activation"),
         work=_narrow_work,
     ),
 )

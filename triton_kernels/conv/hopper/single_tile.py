@@ -1,7 +1,7 @@
 """1x1 convolutions of inference for Hopper, written in Gluon: a program has one tile and asks for
 all of it at once.
 
-    y = conv(x) + bias + residual,   and its partial sums
+    y = factor (conv(x) + bias + residual),   and its partial sums
 
 Filters are asked for before the program waits for the previous kernel, which does not write them;
 behind the wait come all of its pixels and the residual, in one trip to memory. The public op's is
@@ -66,6 +66,6 @@ def launch(operands: Operands) -> None:
     conv_single_tile_kernel[(m // PIXELS * (co // 64),)](
         in_tiles(x), in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
         in_tiles(operands.beside[0]) if operands.beside else None, in_tiles(operands.y),
-        operands.vectors, operands.partials, co,
+        operands.vectors, operands.partials, operands.factor, co,
         PIXELS=PIXELS, K_BLOCKS=ci // 64, num_warps=4, **overlapping(x.device, m),
     )  # fmt: skip

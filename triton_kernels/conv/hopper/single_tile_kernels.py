@@ -26,6 +26,7 @@ def conv_single_tile_kernel(
     y_desc,  # likewise
     bias_ptr,  # float32 [C]
     partial_ptr,  # float32 [M / PIXELS, 2, C] or None
+    factor,  # multiplies the sum; or None
     C,
     PIXELS: gl.constexpr,  # of a tile
     K_BLOCKS: gl.constexpr,  # of 64 channels of x
@@ -75,6 +76,8 @@ def conv_single_tile_kernel(
     if residual_desc is not None:
         mbarrier.wait(residual_bar, 0)
         y += widen_pairs(stage.permute((1, 0)).load(LAYOUT))
+    if factor is not None:
+        y *= factor
     y = round_pairs(y, dtype)
     stage.permute((1, 0)).store(y)
     fence_async_shared()

@@ -26,12 +26,13 @@ from .row_memory import pair_chunks, row_of_tap
 
 
 class Vectors(NamedTuple):
-    """Pointers to the vectors over channels that the epilogue reads."""
+    """What the epilogue reads of each channel, and the number that multiplies its sum."""
 
     first: gl.tensor  # bias; of an input gradient, the norm's table
     extra_bias: gl.tensor
     emb: gl.tensor
     stride_emb: gl.tensor
+    factor: gl.tensor  # of a forward pass, or None
 
 
 @gluon.jit
@@ -253,6 +254,8 @@ def multiply_rows(
                     y = acc + bias
                     if HAS_BESIDE:
                         y += widen_pairs(stage.load(LAYOUT))
+                    if vectors.factor is not None:
+                        y *= vectors.factor
                     y = round_pairs(y, stages.dtype)
                     rounded = rounded + (y,)
                     stage.store(y)

@@ -62,6 +62,7 @@ def conv_stationary_weights_kernel(
     table_ptr,  # float32 [N, 4, 64]: the norm's table, in place of the sums; or None
     border,  # channels of the first of two tensors
     stride_emb,
+    factor,  # of a forward pass, or None: multiplies the sum
     tiles,  # N * H / ROWS
     tiles_h,  # H / ROWS
     C,
@@ -113,7 +114,7 @@ def conv_stationary_weights_kernel(
     first = (tiles * part) // parts
     work = Work(first, (tiles * (part + 1)) // parts - first, tiles_h, c0)
     filter_descs = FilterDescs(w_desc, extra1_w_desc, extra2_w_desc)
-    vectors = Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb)
+    vectors = Vectors(vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, factor)
     kept = None
     if sums_ptr is not None or table_ptr is not None:
         kept = new_affine(PRODUCERS if PRODUCES else GROUPS)

@@ -33,7 +33,7 @@ from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, in_boxes
 from ...noise.dropout import WORD
 from ...registry.cost import Work, beside_rows, outside_rows
 from ...registry.kernel import Kernel, configures
-from ...registry.spec import SCALED_TERMS, ConvSpec
+from ...registry.spec import FORWARD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.hardware import BESIDE_BUFFERS
@@ -244,7 +244,7 @@ KERNEL = Kernel(
     refuse,
     configs,
     launch=launch,
-    adds=(*SCALED_TERMS, "activation", "mask"),
+    adds=(*FORWARD_TERMS, "activation", "mask"),
     work=work,
     fitted_by=("block_m", "filters_with_pixels"),
 )

@@ -10,7 +10,7 @@ from ...activations import rounded_grad
 from ...noise.dropout import mask_arguments
 from ...registry.cost import AMPERE
 from ...registry.kernel import Kernel
-from ...registry.spec import GRAD_TERMS, SCALED_TERMS, ConvSpec
+from ...registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec
 from ...runtime.device import Device
 from ..configs import ConvOperands
 from ..hopper.operands import Operands
@@ -101,7 +101,7 @@ FORWARD, INPUT_GRAD = (
         borrows=AMPERE,
         adds=adds,
     )
-    for launch, adds in ((forward, SCALED_TERMS), (input_grad, GRAD_TERMS))
+    for launch, adds in ((forward, FORWARD_TERMS), (input_grad, GRAD_TERMS))
 )
 PLAIN_FORWARD = PLAIN_INPUT_GRAD = Kernel(
     "pointer", PointerTile, _refuse_plain, fitting, cost, _plain, work, FITTED_BY, borrows=AMPERE

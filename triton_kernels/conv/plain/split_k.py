@@ -3,8 +3,8 @@
 One image of 8x8 pixels and 256 channels is four tiles, each a chain of 36 products, on a GPU with
 room for hundreds of programs. Cut into S parts, the chains are S times shorter, and there are S
 times as many programs. This launch does not add the parts. The norm that follows
-(`norm_single_cta`) reads the whole image anyway, and adds the parts, the bias, the embedding and
-the residual.
+(`norm_single_cta`) reads the whole image anyway, adds the parts, the bias, the embedding and the
+residual, and multiplies by the factor.
 
     parts[s, n, co, p]   float32; their sum over s is conv(x) + the 1x1 convolutions of `extra`
 

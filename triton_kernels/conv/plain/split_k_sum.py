@@ -44,6 +44,7 @@ def _sum_parts_kernel(
     extra_bias_ptr,
     emb_ptr,
     residual_ptr,
+    factor,  # or None
     y_ptr,  # [N, HW, C], out
     resampled_ptr,  # [N, H / 2, W / 2, C], or [N, 2H, 2W, C] with UP; out, or None
     partial_ptr,  # float32 [N, PB, 2, C], out, or None: the sums of y over the pixels of a program
@@ -84,7 +85,7 @@ def _sum_parts_kernel(
     total = tl.zeros([BLOCK_C, BLOCK_P], tl.float32)
     ys = ()
     for i in tl.static_range(FROM):
-        ys = ys + (sum_of_parts(terms, parts[i]).to(y_ptr.dtype.element_ty),)
+        ys = ys + (sum_of_parts(terms, parts[i], factor).to(y_ptr.dtype.element_ty),)
         total += ys[i].to(tl.float32)
     for i in tl.static_range(FROM):
         pixel = (2 * h + i // 2) * W + 2 * w + i % 2 if POOLS else offs_p

@@ -24,7 +24,7 @@ _FITS = {
     "norm_single_cta": lambda s: s.pixels * s.c <= 300 * s.groups and min(s.tiles, default=8) >= 8,
     # of few positions without the norm, of more with it, if the number of images is odd
     "projected_attention": lambda s: s.n % 2 == 1 if s.t > 40 else s.groups is None,
-    "conv_upsampled": lambda s: s.w // 2 % 2 == 0,
+    "conv_upsampled": lambda s: s.w // 2 % 2 == 0 and not s.factor,
     "conv_upsampled_input_grad": lambda s: True,
 }
 OPS = {name: _op(name, fits) for name, fits in _FITS.items()}

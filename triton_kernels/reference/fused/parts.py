@@ -23,6 +23,7 @@ def sum_parts(split: SplitConv):
         y = y if bias is None else y + bias
     y = y if split.emb is None else y + over_pixels(split.emb)
     y = y if split.residual is None else y + split.residual
+    y = y if split.factor is None else split.factor * y
     y = y.to(split.dtype).contiguous()
     return y, tensor_partials(y)
 
