@@ -130,7 +130,8 @@ def load(
     """A trained network for images, with `model`, `process`, `image_shape` and `class_names`.
 
     ckpt: a run, a checkpoint, a diffusers directory, or a weights file. origin: for a weights file,
-    what it does not contain: `model` and `diffusion` (settings as dicts), `size`, `channels`.
+    what it does not contain: `model` and `diffusion` (a name or a dict of settings), `size`,
+    `channels`.
     ema: True: the averaged weights; False: the trained ones; a number: one of `optim.more_ema`.
     precision: bf16, tf32 or fp32; None: the run's on a GPU, fp32 on a CPU. ConfigError: there is no
     checkpoint, it is damaged, or a setting is wrong.
@@ -138,10 +139,14 @@ def load(
     `load(...).model` may be moved between devices like the network of `build`.
     """
     from .formats.trained import load_trained
+    from .presets import preset
     from .runtime.distributed import choose_device
     from .settings import check_path
 
     check_path("ckpt", ckpt, "a run or a checkpoint, such as runs/first")
+    for group in ("model", "diffusion"):
+        if isinstance(origin.get(group), str):
+            origin[group] = preset(group, origin[group])
     return load_trained(ckpt, choose_device(device), ema=ema, precision=precision, **origin)
 
 
@@ -176,7 +181,8 @@ def sample(
     source: a run, a checkpoint, or the result of `load`. device: where a path is loaded.
     sampler, steps: ddpm, ddim, euler, heun or dpmpp_2m; None: all steps of the schedule.
     label: a class by number or name; None: all classes in turn.
-    condition, vector, context: for a network trained with them; image i uses number i % M.
+    condition, vector, context: for a network trained with them; image i uses number i % M. Here
+      and for `init` and `mask` an array may be a tensor, and a picture one of Pillow.
       condition: a file, a folder or an array [M, H, W, K]; vector: numbers, a file or an array
       [M, D]; context: a file, an array [M, L, D], or arrays [L, D] of any lengths.
     guidance: strength of guidance away from the null class, from the class `negative`, or from the
@@ -196,13 +202,14 @@ def sample(
 
     if isinstance(source, str | Path):
         choose_threads_now()  # before what imports PyTorch
+    from .data.handed import as_array
     from .formats.trained import Trained
     from .plan.inference import sampling_network
     from .runs.conditioning import load_conditions
     from .runs.editing import edited_options, load_edit
     from .runs.sampling import SampleSettings, choose_labels, choose_values, load_guide
     from .sampling.draw import draw
-    from .settings import as_plain, check_count, check_keys, check_path, typed
+    from .settings import as_plain, check_count, check_keys, check_path, check_seed, typed
 
     check_keys(options, [*_OPTIONS, *_named(sample)], "")
     paths = {"condition": condition, "vector": vector, "context": context, "guide": guide}
@@ -217,6 +224,9 @@ def sample(
     how |= {"guidance_rescale": guidance_rescale}
     settings, how = (typed(SampleSettings, as_plain(given), "") for given in (settings, how))
     seed, (strength, resample) = settings.pop("seed"), map(settings.pop, ("strength", "resample"))
+    check_seed(seed)
+    condition, vector, context = map(as_array, (condition, vector, context))
+    init, mask = as_array(init), as_array(mask)
     label, negative = as_plain(label), as_plain(negative)
     trained = source if isinstance(source, Trained) else load(source, device=device)
     model = trained.model.eval()

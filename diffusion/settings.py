@@ -131,11 +131,19 @@ def check_count(key: str, value: Any) -> int:
     return value
 
 
+def check_seed(seed: int) -> None:
+    """ConfigError unless the generator takes it."""
+    if not 0 <= seed < 2**63:
+        raise ConfigError(f"seed={seed}; expected a whole number from 0 to 2^63 - 1")
+
+
 def check_path(key: str, value: Any, kind: str) -> None:
     """Of what a caller from Python gives. ConfigError: it is no path, or "", which would be the
     current folder, as where a variable was left empty."""
     if not isinstance(value, str | os.PathLike) or value == "":
-        raise ConfigError(f"{key}={shown(value)} is wrong; expected {kind}")
+        plain = isinstance(value, str | int | float | None)
+        found = f"={shown(value)} is wrong" if plain else f" is of type {type(value).__name__}"
+        raise ConfigError(f"{key}{found}; expected {kind}")
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:

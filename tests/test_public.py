@@ -136,6 +136,10 @@ def test_values_of_python_are_those_of_the_configuration(tmp_path):
     ):
         with pytest.raises(ConfigError, match=f"^{key}=.* is wrong; {kind}"):
             diffusion.sample(trained, 1, **{key: value})
+    with pytest.raises(ConfigError, match="^seed=-1; expected a whole number from 0 to"):
+        diffusion.sample(trained, 1, seed=-1)
+    with pytest.raises(ConfigError, match="^ckpt is of type UNet; expected a run or a checkpoint"):
+        diffusion.sample(trained.model)
     for key in ("init", "guide", "decoder"):
         with pytest.raises(ConfigError, match=f"^{key}= is wrong; expected a file or a folder"):
             diffusion.sample(trained, 1, **{key: ""})
@@ -169,6 +173,31 @@ def test_what_goes_with_rollouts_is_taken_for_them(tmp_path):
     assert np.isfinite(loss)
     with pytest.raises(ConfigError, match="is a policy"):
         diffusion.load(tmp_path / "run", device="cpu")
+
+
+def test_weights_and_pictures_as_pytorch_and_pillow_have_them(tmp_path):
+    """A state dict with the name of its network, a whole network that is pickled, and pictures and
+    tensors in place of arrays."""
+    network = diffusion.build("unet_tiny", size=8)
+    with torch.no_grad():
+        network.out["2"].weight.normal_()
+    torch.save(network.state_dict(), tmp_path / "a.pt")
+    origin = {"model": "unet_tiny", "diffusion": "linear", "size": 8, "device": "cpu"}
+    trained = diffusion.load(tmp_path / "a.pt", **origin)
+    torch.save(network, tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=False)
+    x, t = torch.randn(1, 3, 8, 8), torch.zeros(1)
+    assert torch.equal(whole(x, t), network(x, t)) and torch.equal(trained.model(x, t), whole(x, t))
+    image = np.random.default_rng(0).integers(0, 256, (8, 8, 3), np.uint8)
+    mask = np.eye(8, dtype=bool)
+    expected = diffusion.sample(trained, 1, steps=2, init=image, mask=mask)
+    assert np.array_equal(expected[0][~mask], image[~mask])
+    for init, where in (
+        (Image.fromarray(image), Image.fromarray(mask)),
+        (torch.from_numpy(image), torch.from_numpy(mask)),
+    ):
+        drawn = diffusion.sample(trained, 1, steps=2, init=init, mask=where)
+        assert np.array_equal(drawn, expected)
 
 
 def test_a_path_in_place_of_a_name(tmp_path):

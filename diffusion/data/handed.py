@@ -2,13 +2,25 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
 
 from ..errors import ConfigError
 from .array import open_arrays
 from .stored_images import StoredImages
 from .values import LAYOUTS, Pixels, Values
+
+
+def as_array(given: Any) -> Any:
+    """A tensor or a picture of Pillow as the array that it holds, anything else as it is."""
+    if isinstance(given, Tensor):
+        given = given.detach().cpu()
+        return (given.float() if given.dtype == torch.bfloat16 else given).numpy()
+    return np.asarray(given) if isinstance(given, Image.Image) else given
 
 
 def handed_samples(

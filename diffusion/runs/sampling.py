@@ -33,7 +33,7 @@ from ..sampling.draw import cut, draw_batches, rehearse
 from ..sampling.edit import Edit
 from ..sampling.guidance import Guidance
 from ..sampling.sampler import Sampler
-from ..settings import construct, shown
+from ..settings import check_seed, construct, shown
 from ..tracking.pictures import grid
 from .conditioning import load_conditions
 from .editing import edited_options, load_edit
@@ -83,8 +83,7 @@ class DrawSettings(TrainedSettings):
         for key in ("n", "batch_size"):
             if getattr(self, key) < 1:
                 raise ConfigError(f"{key}={getattr(self, key)}; expected at least 1")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed={self.seed}; expected a whole number from 0 to 2^63 - 1")
+        check_seed(self.seed)
         check_sampler(self.sampler)
         if self.guide is None:  # before anything is loaded
             if self.guide_ema is not True:

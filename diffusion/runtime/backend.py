@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -48,6 +50,15 @@ class Backend:
 
     def __deepcopy__(self, memo: dict) -> "Backend":
         return self  # so that models can be copied: a module cannot
+
+    def __reduce__(self) -> tuple:
+        """For torch.save of a whole model: a module cannot be pickled, but its name can."""
+        options = self.dtype, self.allow_tf32, self.follows
+        return _unpickled, (self.name, self.ops.__name__, *options)
+
+
+def _unpickled(name: str, ops: str, *options: Any) -> Backend:
+    return Backend(name, import_module(ops), *options)
 
 
 TORCH_FP32 = Backend("torch", reference)
