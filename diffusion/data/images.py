@@ -100,7 +100,22 @@ def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
             number = {top: i for i, top in enumerate(tops)}
             files.labels = [number[name.partition("/")[0]] for name in inside]
             files.class_names = tuple(tops)
+            files.notes += _empty_note(path, root, every, tops)
     return files
+
+
+def _empty_note(path: Path, root: str, every: list[str], classes: list[str]) -> tuple[str, ...]:
+    """On folders beside those of the classes that have no image, as where one was not copied."""
+    inside = [name.removeprefix(root) for name in every]
+    if path.is_dir():
+        inside += [f"{folder.name}/" for folder in path.iterdir() if folder.is_dir()]
+    folders = {name.partition("/")[0] for name in inside if "/" in name}
+    empty = sorted(name for name in folders - set(classes) if not _is_hidden(name))
+    if not empty:
+        return ()
+    are = "is" if len(empty) == 1 else "are"
+    found = f"{counted(len(empty), 'folders')} without an image {are}"
+    return (f"{path}: {found} no class: {first_of(empty)}",)
 
 
 def _common_folder(names: list[str]) -> str:

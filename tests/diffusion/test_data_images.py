@@ -164,10 +164,27 @@ def test_files_of_other_endings_are_counted(tmp_path):
 def test_class_folders(tmp_path):
     for name in ("dog/1.png", "cat/1.png", "cat/deep/2.png"):
         save(tmp_path / name)
-    (tmp_path / "empty").mkdir()
     data = load_folder(tmp_path, size=2)
     assert data.class_names == ("cat", "dog") and data.labels.tolist() == [0, 0, 1]
-    assert load_folder(tmp_path, size=2, classes=False).labels is None
+    assert data.notes == ()
+    data = load_folder(tmp_path, size=2, classes=False)
+    assert data.labels is None and data.notes == ()
+
+
+def test_class_folders_without_an_image_are_named(tmp_path):
+    """They are no classes, in a folder and in a zip of it."""
+    for name in ("dog/1.png", "cat/1.png"):
+        save(tmp_path / "set" / name)
+    for name in ("bird", ".cache", "empty/deep"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+    (tmp_path / "set" / "bird" / ".hidden").write_text("")
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        for path in (tmp_path / "set").rglob("*"):
+            archive.write(path, path.relative_to(tmp_path))  # with entries of the folders
+    for path in (tmp_path / "set", tmp_path / "set.zip"):
+        data = load_folder(path, size=2)
+        assert data.class_names == ("cat", "dog")
+        assert data.notes == (f"{path}: 2 folders without an image are no class: bird, empty",)
 
 
 def test_one_folder_is_no_class(tmp_path):
