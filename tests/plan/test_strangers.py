@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 import tests.plan.repositories  # noqa: F401  whose modules are among these
 from diffusion import accelerate
 from tests.plan.compare import compare
-from tests.plan.strangers import STRANGERS
+from tests.plan.strangers import STRANGERS, SumsOfOneVariance
 
 
 def made(name, dtype=torch.float64):
@@ -121,3 +121,30 @@ def test_on_a_gpu(name, low, monkeypatch):
         assert (a - c).norm() <= 2 * (b - c).norm() + floor * c.norm()
     budget = 2 * (their_grad - exact_grad).norm() + floor * exact_grad.norm()
     assert (our_grad - exact_grad).norm() <= budget
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("images", "side"), [(1, 16), (1, 32), (64, 16), (16, 64)])
+def test_evaluations_times_a_number_on_a_gpu(images, side):
+    """Of 64 channels, in 16 bits, with norms in the launches that multiply: no further from float64
+    than twice what the module is."""
+    check_evaluation("cuda", images, side)
+
+
+def check_evaluation(device, images, side):
+    torch.manual_seed(1)
+    exact = SumsOfOneVariance(64, 6).double().to(device).eval()
+    given = torch.randn(images, 3, side, side), torch.randn(images, 6)
+    given = [x.to(device, torch.bfloat16) for x in given]
+    module = copy.deepcopy(exact).bfloat16()
+    exact.load_state_dict(module.state_dict())  # as they were rounded
+    with torch.no_grad():
+        want = exact(*(x.double() for x in given))
+        theirs, fast = module(*given), accelerate(module)
+        for _ in range(3):  # the last by a graph
+            ours = fast(*given)
+            assert (ours - want).norm() <= 2 * (theirs - want).norm()
+
+
+def test_evaluations_times_a_number():
+    check_evaluation("cpu", 2, 8)
