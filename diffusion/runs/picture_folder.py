@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ..data.images import EXTENSIONS
 from ..errors import ConfigError, counted
 from ..models.conditions import Conditions, Given
 from ..runtime.file_lock import open_locked_folder
@@ -27,7 +28,7 @@ from ..sampling.edit import Edit
 from ..tracking.pictures import grid
 from ..tracking.run_log import write_whole
 
-_UNFINISHED = ".drawing.json"
+_UNFINISHED, _PARTIAL, _GRID = ".drawing.json", ".writing_image.png", "grid.png"
 _GRID_OF = 100  # images at most in the grid beside them
 
 
@@ -37,10 +38,16 @@ class PictureFolder:
 
     def __init__(self, out: Path, drawing: str, n: int) -> None:
         """`drawing` is a digest of all that the images depend on, see `digest_of`. ConfigError:
-        another process draws into the folder."""
+        another process draws into the folder, or it has images that no drawing wrote, such as a
+        data set's, which may have the same names."""
         self.out, self.drawing, self.n = out, drawing, n
         self._done = 0  # batches
         out.mkdir(parents=True, exist_ok=True)
+        if foreign := _foreign_images(out):
+            raise ConfigError(
+                f"out={out} holds other images, such as {foreign[0]}; give a folder that is new or"
+                " empty, or of another drawing"
+            )
         try:
             self._lock = open_locked_folder(out)
         except BlockingIOError:
@@ -67,7 +74,7 @@ class PictureFolder:
 
     def write(self, numbers: Sequence[int], images: np.ndarray) -> None:
         """The next batch, uint8 [N, H, W, C], but for images of numbers that are not wanted."""
-        partial = self.out / ".writing_image.png"
+        partial = self.out / _PARTIAL
         try:
             for i, image in zip(numbers, images, strict=True):
                 if i < self.n:
@@ -82,7 +89,7 @@ class PictureFolder:
         """All are there: a grid of the first, as `shown` has them. Warns of images that are not of
         this drawing."""
         first = np.stack([self._read(i) for i in range(min(self.n, _GRID_OF))])
-        grid(shown(first)).save(self.out / "grid.png")
+        grid(shown(first)).save(self.out / _GRID)
         (self.out / _UNFINISHED).unlink(missing_ok=True)
         numbers = [path.stem for path in self.out.glob("[0-9]*.png") if path.stem.isdecimal()]
         older = sum(int(number) >= self.n for number in numbers)
@@ -121,6 +128,19 @@ class PictureFolder:
         with Image.open(self._path(number)) as picture:
             pixels = np.asarray(picture)
         return pixels[..., None] if pixels.ndim == 2 else pixels
+
+
+def _foreign_images(folder: Path) -> list[str]:
+    """Images by other names than a drawing's, or by those where no drawing was: one that is under
+    way has its file, and a grid is beside one that is done."""
+    known = any((folder / name).exists() for name in (_UNFINISHED, _GRID))
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name.lower().endswith(EXTENSIONS)
+        and path.name not in (_GRID, _PARTIAL)
+        and not (known and path.suffix == ".png" and path.stem.isdecimal())
+    )
 
 
 def digest_of(settings: dict[str, Any], *holders: torch.nn.Module | Given | Edit) -> str:

@@ -181,6 +181,23 @@ def test_images_of_an_earlier_drawing_in_the_folder_are_said(checkpoint, tmp_pat
         sample(settings | {"n": 1})
 
 
+@pytest.mark.parametrize("name", ["000000.png", "img.jpg", "grid.PNG"])
+def test_a_data_set_is_no_place_for_images(checkpoint, tmp_path, name):
+    """Even where its files are called as those of a drawing are; nothing is written over. What is
+    no image may lie beside them."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    Image.new("RGB", (8, 8), "red").save(folder / name)
+    early, settings = files(folder), {"n": 2, "steps": 1, "device": "cpu", "out": str(folder)}
+    with pytest.raises(ConfigError, match=f"photos holds other images, such as {name}; give"):
+        sample(settings | {"ckpt": str(checkpoint)})
+    assert files(folder) == early
+    (folder / name).unlink()
+    (folder / "notes.txt").write_text("")
+    sample(settings | {"ckpt": str(checkpoint)})
+    sample(settings | {"ckpt": str(checkpoint), "seed": 1})
+
+
 @pytest.fixture
 def stopped(checkpoint, tmp_path, monkeypatch, capsys):
     """Settings of a drawing of 5 images in 3 batches into a folder, stopped in the third."""
