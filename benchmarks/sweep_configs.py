@@ -13,10 +13,11 @@ layers of models that people train.
            channel_norm,channel_norm_bwd           (`benchmarks.sweep_channel_norms`)
            weight_grads         of 1x1 filters, in groups
            tf32,fp32            weight gradients in these types
+           forward_tf32,input_grad_tf32
            split_tf32,split_fp32
            cross_attention,cross_attention_grad
     layers=mixed,small,exact,wide,pointwise,odd,few_tiles,narrow   of forward, both gradients,
-                        tf32 and fp32: which of `sweep_layers.LAYERS`
+                        also in TF32 and float32: which of `sweep_layers.LAYERS`
 
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
 with all of its configurations, and lines are written as they are found: a run that its time cuts
@@ -90,6 +91,7 @@ DEFAULTS = {
     "layers": ("mixed", "small", "wide", "pointwise", "odd", "narrow"),
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
+OPS |= {f"{name}_tf32": OPS[name] for name in ("forward", "input_grad")}
 OPS |= {name: CONV_FEW if name == "few" else CONV_SPLIT for name in OF_FEW}
 OPS |= {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
 OPS |= {"cross_attention": CROSS_ATTENTION, "cross_attention_grad": CROSS_ATTENTION_GRAD}

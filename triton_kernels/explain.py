@@ -349,7 +349,7 @@ def _of_one(spec: ConvSpec) -> ConvSpec:
 def report(op: Op, spec: Spec, name: str, text: str) -> list[str]:
     """Lines: what is asked for, and one for every kernel of the operation that `text` asks for."""
     product = chip(name)
-    at_best = floor(product, spec.flops, spec.bytes)
+    at_best = floor(product, spec.flops, spec.bytes, spec.itemsize)
     rates = "measured" if product.measured else "by its data sheet"
     lines = [
         f"{op.name} on {name}",

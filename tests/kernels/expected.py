@@ -78,7 +78,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "conv_unfused_single_tile_kernel": _SHARED,
     "conv_unfused_single_tile_tf32_kernel": _REGISTERS,
     "conv_unfused_pointwise_kernel": _SHARED,
-    "conv_unfused_tiles_kernel": _SHARED,
     "conv_early_kernel": _SHARED,
     "conv_forward_kernel": [
         (_EXACT | {"x_small_desc": None}, _REGISTERS),

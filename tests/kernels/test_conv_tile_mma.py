@@ -1,5 +1,6 @@
 """The tiles of `conv.hopper.tile_mma`: where they apply, and on a Hopper GPU their results."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ from triton_kernels.conv.hopper import tile_mma
 from triton_kernels.conv.plain.fused_tiles import box_of
 from triton_kernels.conv.plain.tma_boxes import boxes_of_image
 from triton_kernels.registry.choose import listed
+from triton_kernels.tf32 import rounded_to_tf32
 
 from .chips import HOPPER
 from .compile_only import SHARED_LIMIT
@@ -20,6 +22,8 @@ from .conv_fused_cases import (
     check_extra,
     check_forward,
     check_grad,
+    check_stats,
+    extra_case,
     forward_case,
     forward_reference,
     poison,  # noqa: F401  a fixture for every test here
@@ -69,6 +73,8 @@ SHAPES = {
 
 CASES = [(name, torch.bfloat16) for name in SHAPES]
 CASES += [(name, torch.float16) for name in ("32x32", "8x8")]
+CASES += [(name, torch.float32) for name in SHAPES]  # in TF32
+WIDE = [torch.bfloat16, torch.float32]
 
 
 def skip_uncut(name: str, config: tile_mma.TileMma) -> None:
@@ -111,28 +117,44 @@ class TestGpu:
             ("20x20", 1),
         ],
     )
-    def test_extra_pointwise_convolutions(self, name, count, config, device):
+    @pytest.mark.parametrize("dtype", WIDE, ids=str)
+    def test_extra_pointwise_convolutions(self, dtype, name, count, config, device):
         skip_uncut(name, config)
-        shape, dtype = SHAPES[name], torch.bfloat16
-        repeatedly(lambda: check_extra(shape, 128, 64, dtype, device, config, count))
+        repeatedly(lambda: check_extra(SHAPES[name], 128, 64, dtype, device, config, count))
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    @pytest.mark.parametrize("name", ["a few of 16x16", "8x8", "48x48"])
+    def test_what_1x1_terms_read_is_rounded_to_tf32(self, name, config, device):
+        shape = SHAPES[name]
+        x, weight, bias, *_ = forward_case(shape, torch.float32, device)
+        pairs = extra_case(shape, 96, 40, torch.float32, device)
+        rounded = [(rounded_to_tf32(other), filters) for other, filters in pairs]
+        assert not torch.equal(rounded[0][0], pairs[0][0])
+        got, expected = (
+            conv_fused.conv_forward(x, weight, bias, extra=extra, config=config)[0]
+            for extra in (pairs, rounded)
+        )
+        assert torch.equal(got, expected)
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("name", ["32x32", "8x8", "channels that fill no block"])
-    def test_sums_that_a_number_multiplies(self, name, config, device):
-        shape, dtype = SHAPES[name], torch.bfloat16
+    @pytest.mark.parametrize("dtype", WIDE, ids=str)
+    def test_sums_that_a_number_multiplies(self, dtype, name, config, device):
+        shape = SHAPES[name]
         repeatedly(lambda: check_forward(shape, dtype, device, config, factor=0.5**0.5))
         repeatedly(lambda: check_extra(shape, 72, 24, dtype, device, config, factor=-3))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("name", ["channels that fill no block", "48x48 of 96"])
-    def test_extra_of_channels_that_fill_no_block(self, name, config, device):
-        shape, dtype = SHAPES[name], torch.bfloat16
-        repeatedly(lambda: check_extra(shape, 72, 24, dtype, device, config, 2))
+    @pytest.mark.parametrize("dtype", WIDE, ids=str)
+    def test_extra_of_channels_that_fill_no_block(self, dtype, name, config, device):
+        repeatedly(lambda: check_extra(SHAPES[name], 72, 24, dtype, device, config, 2))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
-    def test_input_grad_whose_second_input_fills_no_block(self, config, device):
+    @pytest.mark.parametrize("dtype", WIDE, ids=str)
+    def test_input_grad_whose_second_input_fills_no_block(self, dtype, config, device):
         shape = SHAPES["48x48 of 96"]._replace(ci=288)
-        repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
+        repeatedly(lambda: check_grad(shape, 192, dtype, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
@@ -144,17 +166,19 @@ class TestGpu:
     @pytest.mark.parametrize(
         "name", ["32x32", "a few of 16x16", "16x16", "8x8", "4x4", "48x48", "24x40"]
     )
-    def test_input_grad_of_two_inputs(self, name, config, device):
+    @pytest.mark.parametrize("dtype", WIDE, ids=str)
+    def test_input_grad_of_two_inputs(self, dtype, name, config, device):
         shape = SHAPES[name]._replace(ci=320)
-        repeatedly(lambda: check_grad(shape, 192, torch.bfloat16, device, config=config))
+        repeatedly(lambda: check_grad(shape, 192, dtype, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize("first", [8, 72, 160])
     @pytest.mark.parametrize("name", ["32x32", "a few of 16x16", "8x8", "40x40", "20x20 of 88"])
-    def test_input_grad_of_two_inputs_in_one_block(self, name, first, config, device):
+    @pytest.mark.parametrize("dtype", WIDE, ids=str)
+    def test_input_grad_of_two_inputs_in_one_block(self, dtype, name, first, config, device):
         """Some channels of a tile are of the first one, some of the second."""
         shape = SHAPES[name]._replace(ci=232)
-        repeatedly(lambda: check_grad(shape, first, torch.bfloat16, device, config=config))
+        repeatedly(lambda: check_grad(shape, first, dtype, device, config=config))
 
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     @pytest.mark.parametrize(
@@ -164,16 +188,28 @@ class TestGpu:
             *("channels that fill no block", "40x40", "20x20 of 88", "12x28"),
         ],
     )
-    def test_input_grad_behind_dropout(self, name, config, device):
+    @pytest.mark.parametrize("dtype", WIDE, ids=str)
+    def test_input_grad_behind_dropout(self, dtype, name, config, device):
         skip_uncut(name, config)
         shape = SHAPES[name]
         mask = stored(dropped(device), (shape.n, shape.h, shape.w, shape.ci))
-        repeatedly(lambda: check_grad(shape, None, torch.bfloat16, device, "silu", config, mask))
+        repeatedly(lambda: check_grad(shape, None, dtype, device, "silu", config, mask))
 
     @pytest.mark.parametrize("activation", ["identity", "gelu"])
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     def test_input_grad_of_other_activations(self, config, activation, device):
-        check_grad(SHAPES["32x32"], None, torch.bfloat16, device, activation, config)
+        for dtype in WIDE:
+            check_grad(SHAPES["32x32"], None, dtype, device, activation, config)
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=str)
+    def test_results_rounded_to_tf32(self, config, device):
+        x, weight, bias, _, residual = forward_case(SHAPES["16x16"], torch.float32, device)
+        y, _ = conv_fused.conv_forward(x, weight, bias, residual=residual, config=config)
+        rounded, partials = conv_fused.conv_forward(
+            x, weight, bias, residual=residual, stats=True, tf32=True, config=config
+        )
+        assert torch.equal(rounded, rounded_to_tf32(y))
+        check_stats(rounded, partials)
 
     def test_what_applies(self, device):
         for name in ("16x16", "a tile", "an image of 8x8", "3 of 4x4", "48x48", "48x48 of 96"):
@@ -192,7 +228,9 @@ class TestGpu:
             Shape(1, 32, 32, 64, 64, 1),
         ):
             assert applying(shape, torch.bfloat16, device) == []
-        assert applying(SHAPES["16x16"], torch.float32, device) == []
+        assert applying(SHAPES["16x16"], torch.float32, device) == TILES
+        wide = spec_of(SHAPES["16x16"], torch.float32)
+        assert tile_mma.refuse(replace(wide, dtype="fp32"), HOPPER) is not None
 
 
 def applying(shape: Shape, dtype, device) -> list[tuple]:
@@ -219,8 +257,9 @@ def test_as_many_tiles_as_partials(tile):
         for n in (1, 3, 64):
             counted = boxes_of_image(box_of(tile, n, h, w, even=True), h, w)
             assert counted == (h // rows) * (w // columns)
-        blocks, steps = tile_mma.rings(tile, images * columns, SHARED_LIMIT[90])
-        pixels = blocks * (tile.block_m + 2 * images * columns) + (steps or 3 * blocks) * 64
-        assert blocks >= 2 and steps != 1
-        assert (pixels + 2 * tile.block_m) * 128 + 1024 <= SHARED_LIMIT[90]
+        for tf32, written in ((False, 2 * tile.block_m), (True, 0)):
+            blocks, steps = tile_mma.rings(tile, images * columns, SHARED_LIMIT[90], tf32)
+            pixels = blocks * (tile.block_m + 2 * images * columns) + (steps or 3 * blocks) * 64
+            assert blocks >= 2 and steps != 1
+            assert (pixels + written) * 128 + 1024 <= SHARED_LIMIT[90]
     assert found > 200

@@ -9,7 +9,7 @@ from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.configs import ConvOperands
 from triton_kernels.conv.forward import FORWARD, INPUT_GRAD, TransposeFirst, spec_of
-from triton_kernels.conv.hopper import tile_mma, unfused_1x1, unfused_3x3
+from triton_kernels.conv.hopper import tile_mma, unfused_1x1
 from triton_kernels.conv.plain import tma as conv_tma
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.registry.choose import listed
@@ -118,11 +118,11 @@ class TestGpu:
             for _ in range(4):
                 assert torch.equal(run(), first)
 
-    @pytest.mark.parametrize("name", ROWS)
+    @pytest.mark.parametrize("name", ROWS | RECTANGLES)
     def test_every_tile_in_tf32_repeatedly(self, name, monkeypatch, device):
         monkeypatch.setattr(conv_tma, "_TRANSPOSE_FROM", 0)
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-        shape = ROWS[name]
+        shape = (ROWS | RECTANGLES)[name]
         x, weight, bias, dy = data = make(shape, torch.float32, device)
         exact, other = references(shape, *data)
         configs = applying(shape, x.dtype, device, dgrad=False)
@@ -203,7 +203,7 @@ class TestGpu:
         # float32 filters of an input gradient are turned first
         assert applying(ROWS["a tile"], torch.float32, device, dgrad=True) == []
         tf32 = applying(Shape(1, 64, 64, 96, 64), torch.float32, device, dgrad=False)
-        assert tf32 == [unfused_3x3.UnfusedTiles(256), unfused_3x3.UnfusedTiles(128)]
+        assert tf32 == list(tile_mma.TILES[:3])
 
 
 def test_nothing_applies_without_a_hopper_gpu():

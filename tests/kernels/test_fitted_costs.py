@@ -84,9 +84,22 @@ class TestFittedCosts:
             kernel.model(ConvSpec(dtype=d, **layer), HOPPER, config) for d in ("tf32", "fp32")
         )
         assert 1.2 * one < three < 3 * one
-        tile = FORWARD.kernel("tma")
-        spec = ConvSpec(dtype="tf32", **layer)
-        assert tile.model(spec, HOPPER, tile.configs(spec, HOPPER)[0]) is None
+        kernel = FORWARD.kernel("tma")
+        spec, exact = (ConvSpec(dtype=d, **layer) for d in ("tf32", "fp32"))
+        tile = kernel.configs(spec, HOPPER)[0]
+        assert kernel.model(spec, HOPPER, tile) > 0
+        assert kernel.model(exact, HOPPER, tile) is None  # nobody has timed it
+
+    def test_tf32_takes_twice_as_long(self):
+        """Or more, of a large layer: products have half the rate."""
+        for name in ("tile_mma", "tma"):
+            kernel = FORWARD.kernel(name)
+            wide, low = (ConvSpec(64, d, 32, 32, 384, 384, stats=True) for d in ("tf32", "bf16"))
+            wide, low = (
+                min(kernel.model(spec, HOPPER, c) for c in kernel.configs(spec, HOPPER))
+                for spec in (wide, low)
+            )
+            assert 1.6 * low < wide < 2.6 * low
 
     def test_rows_that_are_not_whole_take_longer(self):
         """Tiles of 40 channels are those of 64 with zeros in them, which are no less to fetch."""

@@ -426,9 +426,9 @@ class TestSelect:
         measured({"op": "conv_forward", "n": 8, **shape, **named})
         choice = registry.select(FORWARD, spec, HOPPER)
         assert (choice.kernel.name, choice.why) == ("tile_mma", "predicted")
-        named["config"]["block_k"] = 32
-        measured({"op": "conv_forward", "n": 8, **shape, **named} | {"dtype": "tf32"})
-        choice = registry.select(FORWARD, dataclasses.replace(spec, dtype="tf32"), HOPPER)
+        named["config"] |= {"block_k": 32, "num_stages": 3}
+        measured({"op": "conv_forward", "n": 8, **shape, **named} | {"dtype": "fp32"})
+        choice = registry.select(FORWARD, dataclasses.replace(spec, dtype="fp32"), HOPPER)
         assert choice.config.block_k == 32 and choice.why == "like n=8 k=640 c=640"
 
     @pytest.mark.parametrize(("n", "doubted"), [(256, False), (128, False), (4, True), (1, True)])

@@ -14,7 +14,7 @@ from diffusion.plan.printed.flops import flops_of
 from diffusion.plan.printed.page import lines
 from tests.end_to_end.run import run
 from tests.plan.pages_of_steps import STEPS
-from triton_kernels.registry.chips import chip
+from triton_kernels.registry.chips import chip, floor
 
 OWN = Path(__file__).resolve().parents[2] / "examples"
 
@@ -167,6 +167,19 @@ def test_floors():
     for line in lines(made, gpu):
         assert line.floor_us >= 1e6 * line.bytes / gpu.copies * 0.999
         assert line.floor_us >= 1e6 * line.flops / gpu.products * 0.999
+
+
+def test_products_of_four_bytes_take_twice_as_long():
+    gpu = chip("h200")
+    assert floor(gpu, 1e12, 0, 4) == 2 * floor(gpu, 1e12, 0)
+    network, args, _ = example("unet32", 8, "32", "fp32")
+    of_products = [line for line in lines(plan(network.eval(), args), gpu) if line.flops > 1e9]
+    bound = [
+        line for line in of_products if 2 * line.flops / gpu.products > line.bytes / gpu.copies
+    ]
+    assert bound
+    for line in bound:
+        assert line.floor_us == pytest.approx(2e6 * line.flops / gpu.products)
 
 
 def test_a_policy_has_a_page(capsys):

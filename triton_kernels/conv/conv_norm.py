@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..activations import check_activation
+from ..hopper.descriptors import missing
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
 from ..registry.spec import FORWARD_TERMS, ConvSpec
@@ -52,7 +53,9 @@ def _refuse_norm(spec: ConvSpec) -> str | None:
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := _refuse_norm(spec) or tile_mma.refuse(spec, gpu, ragged=False):
+    if reason := _refuse_norm(spec) or missing(gpu, spec.itemsize):
+        return reason
+    if reason := tile_mma.refuse(spec, gpu, ragged=False):
         return reason
     return None if _whole_images(spec, gpu) else f"no tile has whole images of {spec.h}x{spec.w}"
 

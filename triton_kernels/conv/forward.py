@@ -30,8 +30,7 @@ FORWARD = Op(
     key=_KEY,
     kernels=(
         tma.FORWARD,
-        unfused_3x3.TILES,
-        unfused_3x3.TF32_TILES,
+        unfused_3x3.FORWARD,
         *unfused_1x1.FORWARD,
         linear_mma.PLAIN,
         tma_stride.FORWARD,
@@ -67,7 +66,7 @@ INPUT_GRAD = Op(
     key=_KEY,
     kernels=(
         tma.INPUT_GRAD,
-        unfused_3x3.TILES,
+        unfused_3x3.INPUT_GRAD,
         *unfused_1x1.INPUT_GRAD,
         linear_mma.PLAIN,
         Kernel(

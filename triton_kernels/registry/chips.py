@@ -81,6 +81,7 @@ def chip(name: str) -> Chip:
     return found[_plain(name)]
 
 
-def floor(chip: Chip, flops: float, size: float) -> float:
-    """Microseconds that no kernel can beat: the longer of products and copies."""
-    return 1e6 * max(flops / chip.products, size / chip.copies)
+def floor(chip: Chip, flops: float, size: float, itemsize: int = 2) -> float:
+    """Microseconds that no kernel can beat: the longer of products and copies of so many bytes.
+    Products of numbers of 4 bytes, in TF32 at best, have half the rate of those of 2."""
+    return 1e6 * max(flops * itemsize / 2 / chip.products, size / chip.copies)

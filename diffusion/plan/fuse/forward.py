@@ -28,7 +28,8 @@ FORWARD_ROWS = (
     ),
     Row(
         "a number in the epilogue", ("affine",), epilogue_factor,
-        "with the number in dx 6.7 % of a step of EDM's DDPM++ at 64 images", ("train", "sample")
+        "15.9 % of 64 images by EDM's DDPM++, 6.7 of a step of them with the number in dx",
+        ("train", "sample"),
     ),
     Row("sums in the epilogue", ("moments",), partials, "4.9 % of a pass of 32 images"),
     Row(

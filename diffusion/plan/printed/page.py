@@ -85,6 +85,8 @@ class Writer:
         name = f"{node.out.name.split('.')[0]} {shape}" + f" and {alike - 1} more" * (alike > 1)
         why = [r for n in nodes for v in n.outputs.values() for r in self.why.get(v, ())]
         flops = sum(map(flops_of, nodes))
+        read = [v.dtype for n in nodes for v in n.inputs.values()]
+        multiplied = min((d.itemsize for d in read if d.is_floating_point), default=2)
         self.write(
             name,
             node.op,
@@ -93,6 +95,7 @@ class Writer:
             stream,
             moved,
             flops,
+            multiplied,
             source=node.source,
             sources=tuple(dict.fromkeys(n.source for n in nodes)),
             why=tuple(dict.fromkeys(why)),
@@ -109,11 +112,13 @@ class Writer:
         stream: int,
         moved: int = 0,  # bytes
         flops: int = 0,
+        itemsize: int = 2,  # of what is multiplied
         **more: Any,  # source, sources, why, image and is_view
     ) -> None:
         """A line."""
-        what = name, op, pass_, made, stream, moved, flops, floor(self.gpu, flops, moved)
-        self.lines.append(Line(*what, waits=self._waits, **more))
+        what = name, op, pass_, made, stream, moved, flops
+        at_best = floor(self.gpu, flops, moved, itemsize)
+        self.lines.append(Line(*what, at_best, waits=self._waits, **more))
         self._waits = ()
 
 

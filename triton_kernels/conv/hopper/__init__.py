@@ -9,7 +9,7 @@
     narrow            fused 3x3, 16 channels out          narrow_output
     one_row           fused 3x3 of few images             one_row_kernels
     single_tile       fused 1x1 of few tiles              single_tile_kernels
-    unfused_3x3       public `conv2d`                     tile_mma_kernels; in TF32 unfused_tiles
+    unfused_3x3       public `conv2d`                     tile_mma_kernels
     unfused_1x1       public `conv2d`                     unfused_pointwise, of few tiles
                                                           unfused_single_tile and, in TF32,
                                                           unfused_single_tile_tf32

@@ -85,18 +85,20 @@ class Operands(NamedTuple):
     def tensors(
         self,
         read: Callable[[Tensor], "TensorDescriptor"],  # of pixels that are multiplied
-        written: Callable[[Tensor], "TensorDescriptor"],  # of y and what is beside it
-        block: int | None = None,  # channels that are multiplied at a time; None: 64 at most
+        written: Callable[[Tensor], "TensorDescriptor | Tensor"],  # of y and what is beside it
+        box: tuple[int, int] | None = None,  # of a filter, [CO, CI]; None: all channels, 64 at most
     ) -> list:
         """Descriptors and pointers in the order of the kernels' arguments."""
         beside = [written(other) for other in self.beside]
-        k = block or min(64, self.x.shape[3])
-        box = (64, k) if self.activation is None else (k, 64)
+        if box is None:
+            k = min(64, self.x.shape[3])
+            box = (64, k) if self.activation is None else (k, 64)
         pairs: list = []
         for other, w1x1 in self.extra:
             co, c = w1x1.shape
             strides = [co * w1x1.stride(0), w1x1.stride(0), 1]
-            pairs += [read(other), in_boxes(w1x1, [1, co, c], strides, [1, 64, 64])]
+            filters = in_boxes(w1x1, [1, co, c], strides, [1, 64, 128 // w1x1.itemsize])
+            pairs += [read(other), filters]
         return [
             read(self.x),
             filters_in_boxes(self.weight, *box),

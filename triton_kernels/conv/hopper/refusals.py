@@ -13,15 +13,18 @@ def refuse_3x3(
     widths: Sequence[int] = (),
     narrow: bool = False,
     ragged: bool = False,
+    tf32: bool = False,
 ) -> str | None:
     """Of stride 1 and padding 1 in 16 bits, whose channels come in blocks of 64; of those that are
     multiplied not, if they are `narrow`. Without `widths` rows have any number of pixels.
-    `ragged`: the last block may have fewer channels."""
-    if reason := missing(gpu, spec.itemsize):
+    `ragged`: the last block may have fewer channels. `tf32`: also in that."""
+    multiplied = 2 if tf32 and spec.dtype == "tf32" else spec.itemsize
+    if reason := missing(gpu, multiplied):
         return reason
     if reason := refuse_filters(spec):
         return reason
-    least = 8 if ragged else 64  # rows of what TMA fetches are multiples of 16 bytes
+    # rows of what TMA fetches are multiples of 16 bytes
+    least = 16 // spec.itemsize if ragged else 64
     if odd := [c for c in _channels(spec, narrow) if c % least]:
         return f"{odd[0]} channels are no multiple of {least}"
     if ragged and sorted(spec.of_filters) != sorted((spec.k, spec.c)):

@@ -25,12 +25,12 @@ def in_pieces(acc, PIXELS: gl.constexpr, PIECE: gl.constexpr):
 
 
 @gluon.jit
-def blocks_of(channels, RAGGED: gl.constexpr):
-    """Blocks of 64 channels, of which the last may have fewer if RAGGED."""
+def blocks_of(channels, RAGGED: gl.constexpr, SIZE: gl.constexpr = 64):
+    """Blocks of SIZE channels, of which the last may have fewer if RAGGED."""
     if RAGGED:
-        return gl.cdiv(channels, 64)
+        return gl.cdiv(channels, SIZE)
     else:
-        return channels // 64
+        return channels // SIZE
 
 
 @gluon.jit
@@ -127,14 +127,32 @@ class Terms:
 
 
 @aggregate
+class Places:
+    """Where [64, pixels] of a tile are in [N, H, W, C]."""
+
+    corner: gl.tensor  # pixels before the tile's first, int64
+    pixel: gl.tensor  # [pixels], from there on
+    channel: gl.tensor  # [64]
+    there: gl.tensor  # which of [64, pixels] there are; None: all
+    C: gl.tensor
+
+    @gluon.jit
+    def of(self, ptr, channels):
+        """Pointers into a tensor of so many channels."""
+        corner = ptr + self.corner * channels
+        return corner + (self.pixel * channels)[None, :] + self.channel[:, None]
+
+
+@aggregate
 class Beside:
     """What an epilogue reads beside each tile: a tensor, or two that are concatenated.
 
     Where a tile may have channels of both (STRADDLING), each of the two is zero where the other is
-    not: the first comes as always, the second as one more block of the ring."""
+    not: the first comes as always, the second as one more block of the ring. In 32 bits a tile
+    comes to registers at once (`read`), and is in no ring."""
 
-    desc1: gl.tensor  # [H, N, W, C] in boxes of a tile, or None
-    desc2: gl.tensor  # or None
+    first: gl.tensor  # [H, N, W, C] in boxes of a tile, in 32 bits [N, H, W, C]; or None
+    second: gl.tensor  # or None
     full: gl.shared_memory_descriptor  # a barrier for either warpgroup, or None
     border: gl.tensor  # channels of the first of two
     STRADDLING: gl.constexpr
@@ -144,26 +162,47 @@ class Beside:
         """To where the epilogue will write."""
         bar = self.full.index(GROUP)
         mbarrier.expect(bar, PIXELS * 128)
-        if self.desc2 is None or self.STRADDLING:
-            tma_load(self.desc1, [h0, n0, w0, c0], bar, buf)
+        if self.second is None or self.STRADDLING:
+            tma_load(self.first, [h0, n0, w0, c0], bar, buf)
         else:
             left = c0 < self.border
             right = c0 >= self.border
-            tma_load(self.desc1, [h0, n0, w0, c0], bar, buf, left)
-            tma_load(self.desc2, [h0, n0, w0, c0 - self.border], bar, buf, right)
+            tma_load(self.first, [h0, n0, w0, c0], bar, buf, left)
+            tma_load(self.second, [h0, n0, w0, c0 - self.border], bar, buf, right)
 
     @gluon.jit
     def wait(self, GROUP: gl.constexpr, phase):
         mbarrier.wait(self.full.index(GROUP), phase)
 
+    @gluon.jit
+    def read(self, places):
+        """The numbers [64, pixels] at such places."""
+        if self.second is None:
+            return gl.load(places.of(self.first, places.C), mask=places.there)
+        else:
+            left = (places.channel < self.border)[:, None] & (places.pixel >= 0)[None, :]
+            right = (places.channel >= self.border)[:, None] & (places.pixel >= 0)[None, :]
+            if places.there is not None:
+                left &= places.there
+                right &= places.there
+            x = gl.load(places.of(self.first, self.border), mask=left, other=0.0)
+            second = places.of(self.second, places.C - self.border) - self.border
+            return gl.where(left, x, gl.load(second, mask=right, other=0.0))
+
+
+@gluon.jit
+def by_pixel(y, PART: gl.constexpr, W: gl.constexpr):
+    """What `by_image` has taken apart, as [64, pixels] again."""
+    IMAGES: gl.constexpr = y.shape[1]
+    PIXELS: gl.constexpr = IMAGES * y.shape[2]
+    y = y.reshape([64, IMAGES, y.shape[2] // W, W]).permute((0, 2, 1, 3))
+    return gl.convert_layout(y.reshape([64, PIXELS]), PART, assert_trivial=True)
+
 
 @gluon.jit
 def store_piece(buf, y, PART: gl.constexpr, W: gl.constexpr):
     """y, as `by_image` has it, to the shared memory [64, pixels] from where it leaves."""
-    IMAGES: gl.constexpr = y.shape[1]
-    PIXELS: gl.constexpr = IMAGES * y.shape[2]
-    y = y.reshape([64, IMAGES, y.shape[2] // W, W]).permute((0, 2, 1, 3))
-    buf.store(gl.convert_layout(y.reshape([64, PIXELS]), PART, assert_trivial=True))
+    buf.store(by_pixel(y, PART, W))
 
 
 @gluon.jit

@@ -1,5 +1,6 @@
-"""3x3 convolutions in 16 bits for Hopper, in Gluon. One product multiplies 64 channels by a whole
-tile of pixels, both from shared memory. A kernel of `conv.fused`.
+"""3x3 convolutions in 16 bits and in TF32 for Hopper, in Gluon. One product multiplies 64 channels
+by a whole tile of pixels, both from shared memory. A kernel of `conv.fused`, and of `conv2d`
+(`unfused_3x3`).
 
 A tile has 256 pixels (or 128, or 64). If the rows of the image have 4, 8, 16, 32 or 64 pixels, a
 tile is whole rows; else it is a rectangle whose sides are powers of two that divide those of the
@@ -11,8 +12,14 @@ not 9 times as with one box per tap (rows of 32, 256 pixels).
 With small tiles, most of the time goes into waiting for filters. There the three filters of a block
 are stored with the block, under one barrier.
 
-Channels are cut into blocks of 64. If the last block has fewer, TMA reads zeros for the missing
-channels, and does not write them.
+Channels are cut into blocks of 128 bytes: 64, or 32 in TF32. If the last block has fewer, TMA reads
+zeros for the missing channels, and does not write them.
+
+In TF32 a tile of the result, and what lies beside it, would need twice the shared memory. They go
+between registers and memory instead: a warp has 8 channels of a pixel at a time, a sector. Operands
+of four bytes are multiplied from shared memory only with the sum's index innermost, so an input
+gradient multiplies filters that `conv.plain.transpose_weights` has transposed. What 1x1 terms read
+is not rounded to TF32; the warpgroup that multiplies it rounds it in shared memory before.
 
 If an image, or the largest such rectangle, is smaller than a tile, the tile takes the same part of
 several images. To TMA rows are the outermost dimension, so row 0 of all images comes before row 1,
@@ -34,9 +41,10 @@ from ...noise.dropout import WORD
 from ...registry.cost import Work, beside_rows, outside_rows
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import FORWARD_TERMS, ConvSpec
-from ...runtime.dependent_launch import overlapping
+from ...runtime.dependent_launch import following, overlapping
 from ...runtime.device import Device, describe
 from ...runtime.hardware import BESIDE_BUFFERS
+from ..plain.transpose_weights import transpose_weights
 from .operands import NormOfResult, Operands
 from .refusals import refuse_3x3
 
@@ -64,6 +72,7 @@ TILES = (
 )
 
 CHANNELS = 64  # of a tile
+_ROW = 128  # bytes of a pixel's channels in a block
 _CHUNK = 8  # pixels of shared memory, at multiples of which a product begins
 WIDTHS = (8, 16, 32, 64)  # pixels of a row
 _WHOLE = (4, *WIDTHS)  # row lengths of which a tile takes whole rows
@@ -77,7 +86,7 @@ _REGISTERS = {256: 240, 128: 168, 64: 120}
 
 def refuse(spec: ConvSpec, gpu: Device, ragged: bool = True) -> str | None:
     """Why no tile can do it, or None. `ragged`: channels need be no multiple of 64."""
-    if reason := refuse_3x3(spec, gpu, ragged=ragged):
+    if reason := refuse_3x3(spec, gpu, ragged=ragged, tf32=True):
         return reason
     if any(box_of(tile, spec.h, spec.w) for tile in TILES):
         return None
@@ -89,20 +98,32 @@ def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:
     return [tile for tile in TILES if box_of(tile, spec.h, spec.w) is not None]
 
 
-def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = None) -> None:
+def launch(
+    config: TileMma,
+    operands: Operands,
+    normed: NormOfResult | None = None,
+    filters_follow: bool = False,  # the kernel before this one writes the filters
+) -> None:
     """Launch the convolution, or its input gradient, with one of `configs`. With the activation
     "identity" and no table, it is the plain input gradient, without terms. With `normed`, which
     needs tiles of whole images, the launch also computes the norm of the result."""
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
-    device = describe(operands.x.device)
+    tf32 = operands.x.itemsize == 4
+    if tf32 and operands.activation is not None:
+        operands = operands._replace(weight=transpose_weights(operands.weight, 1)[0])
+        filters_follow = True
+    where = operands.x.device
+    device = describe(where)
     images, rows, width = box_of(config, h, w)
     tiles = (h // rows) * (w // width)
     count = -(-n // images) * tiles * -(-c // 64)
-    blocks, steps = rings(config, images * width, device.shared_memory)
-    overlap = overlapping(operands.x.device, 0)
+    blocks, steps = rings(config, images * width, device.shared_memory, tf32)
+    overlap = following(where) if filters_follow else overlapping(where, 0)
+    channels = _ROW // operands.x.itemsize
     assert operands.partials is None or operands.partials.shape[1] == tiles
-    read, written = (partial(in_rows, rows=r, images=images, width=width) for r in (2, rows))
+    read = partial(in_rows, rows=2, images=images, width=width, channels=channels)
+    written = _pointer if tf32 else partial(in_rows, rows=rows, images=images, width=width)
     vectors, then, second = (None,) * 5, (operands.activation_name, 1, True), 0
     kept, kept_factor = None, 1.0
     if operands.mask is not None:
@@ -116,9 +137,9 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         then = normed.activation, normed.channels, normed.keep
         count += -(-n // images) * (second // 64)
     act, group, keep = then
-    ragged = any(x % 64 for x in (k, c, *operands.extra_channels))
+    ragged = c % CHANNELS > 0 or any(x % channels for x in (k, *operands.extra_channels))
     conv_tile_mma_kernel[(min(count, device.num_sms),)](
-        *operands.tensors(read, written, 64),
+        *operands.tensors(read, written, (CHANNELS, channels)),
         *vectors,
         kept,
         kept_factor,
@@ -138,10 +159,12 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
         ACT=act,
         BLOCKS=blocks,
         STEPS=steps,
-        **registers(config.block_m, images),
+        **registers(config.block_m, images, tf32),
         RAGGED=ragged,
-        STRADDLING=len(operands.beside) == 2 and operands.beside[0].shape[3] % 64 > 0,
+        STRADDLING=not tf32 and len(operands.beside) == 2 and operands.beside[0].shape[3] % 64 > 0,
         OVERLAP=bool(overlap),
+        FILTERS=not filters_follow,
+        TF32=operands.tf32,
         CG=group,
         KEEP=keep,
         num_warps=4,
@@ -149,21 +172,25 @@ def launch(config: TileMma, operands: Operands, normed: NormOfResult | None = No
     )
 
 
-def registers(pixels: int, images: int) -> dict[str, int]:
+def registers(pixels: int, images: int, tf32: bool = False) -> dict[str, int]:
     """Registers per thread, by the pixels and images of a tile. Two warpgroups that multiply have
     REGISTERS, and the one that loads has few; all three are launched with the mean. The epilogue of
-    a tile of several images holds the norm's table of each of them."""
-    most = _REGISTERS[pixels] if images <= 2 else max(_REGISTERS.values())
+    a tile of several images holds the norm's table of each of them; in TF32 it holds addresses."""
+    most = _REGISTERS[pixels] if images <= 2 and not tf32 else max(_REGISTERS.values())
     return {"REGISTERS": most, "maxnreg": (2 * most + LOADER_REGISTERS) // 3}
 
 
-def rings(config: TileMma, width: int, shared_memory: int) -> tuple[int, int]:
+def _pointer(x: Tensor) -> Tensor:
+    return x
+
+
+def rings(config: TileMma, width: int, shared_memory: int, tf32: bool) -> tuple[int, int]:
     """Slots of the ring of blocks of pixels, and of the ring of filters of one tap, that fit shared
-    memory with two tiles of the result. Three filters use one block, and neither ring should wait
-    for the other. 0 filters: the filters are stored with the blocks."""
+    memory, in 16 bits with two tiles of the result. Three filters use one block, and neither ring
+    should wait for the other. 0 filters: the filters are stored with the blocks."""
     pixels = config.block_m
-    left = shared_memory - BESIDE_BUFFERS - 2 * pixels * 128
-    block, tap = (pixels + 2 * width) * 128, 64 * 128
+    left = shared_memory - BESIDE_BUFFERS - (0 if tf32 else 2 * pixels * _ROW)
+    block, tap = (pixels + 2 * width) * _ROW, CHANNELS * _ROW
 
     if config.filters_with_pixels:
         return min(6, left // (block + 3 * tap)), 0
@@ -212,29 +239,29 @@ def in_rows(
 def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
     """The work of its programs; each of two warpgroups has a tile."""
     images, rows, width = box_of(c, spec.h, spec.w)
-    blocks_c = -(-spec.c // CHANNELS)
+    blocks_c, size = -(-spec.c // CHANNELS), _ROW // spec.itemsize
     # (channels, rows of pixels per block of channels, rows of filters per block of channels)
     read = [(spec.k, 3 * (c.block_m + 2 * images * width), 9 * CHANNELS)]
     read += [(k, c.block_m, CHANNELS) for k in spec.extra]
-    blocks = -(-spec.k // CHANNELS)
-    extra = sum(-(-k // CHANNELS) for k in spec.extra)
+    blocks = -(-spec.k // size)
+    extra = sum(-(-k // size) for k in spec.extra)
     straddling = spec.first is not None and spec.first < spec.c and spec.first % CHANNELS > 0
-    of_blocks = sum(-(-k // CHANNELS) * (pixels + filters) for k, pixels, filters in read)
+    of_blocks = sum(-(-k // size) * (pixels + filters) for k, pixels, filters in read)
     beyond = 1 - spec.c / (CHANNELS * blocks_c)
     return Work(
         tiles=-(-spec.n // images) * (spec.h // rows) * (spec.w // width) * blocks_c,
         resident=2,
-        products=CHANNELS**2 * c.block_m * (9 * blocks + extra),
-        fetched=128 * (of_blocks + straddling * c.block_m),
+        # in TF32 a block that is rounded takes as long as two that are not
+        products=CHANNELS * size * c.block_m * (9 * blocks + extra * spec.itemsize // 2),
+        fetched=_ROW * (of_blocks + straddling * c.block_m),
         steps=3 * blocks + extra + straddling,
         written=CHANNELS * c.block_m,
         memory=spec.bytes,
         grad=spec.activation is not None,
         beside=sum(
-            (pixels + filters) * beside_rows(k, CHANNELS, spec.itemsize)
-            for k, pixels, filters in read
+            (pixels + filters) * beside_rows(k, size, spec.itemsize) for k, pixels, filters in read
         ),
-        outside=sum(outside_rows(k, CHANNELS, *sizes, beyond) for k, *sizes in read),
+        outside=sum(outside_rows(k, size, *sizes, beyond) for k, *sizes in read),
     )
 
 

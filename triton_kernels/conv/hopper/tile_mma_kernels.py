@@ -17,8 +17,16 @@ from ...hopper.compat import aggregate, allocate_for_views, sync_threads, tma_lo
 from ...hopper.pipeline import new_barriers, new_ring, new_turns
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs_alone
+from ...tf32 import as_operand
 from .tile_epilogue import Beside, Terms, blocks_of
-from .tile_mma_loop import Blocks, Tiles, block_chunks, pixels_from, place_of_filter
+from .tile_mma_loop import (
+    Blocks,
+    Tiles,
+    block_chunks,
+    channels_of_block,
+    pixels_from,
+    place_of_filter,
+)
 from .tile_multiply import Dropout, Results, ThenNorm, multiply_tiles
 
 
@@ -32,7 +40,7 @@ class _Pointwise:
     w2_desc: gl.tensor
     C1: gl.tensor
     C2: gl.tensor
-    blocks: gl.tensor  # blocks of 64 channels of both
+    blocks: gl.tensor  # blocks of channels of both
 
 
 @aggregate
@@ -41,22 +49,25 @@ class _Products:
 
     extra: _Pointwise
     K: gl.tensor
+    CHANNELS: gl.constexpr  # of a block
     RAGGED: gl.constexpr
     STRADDLING: gl.constexpr
 
     @gluon.jit
     def count(self):
-        main_blocks = blocks_of(self.K, self.RAGGED) * 3
+        main_blocks = blocks_of(self.K, self.RAGGED, self.CHANNELS) * 3
         more: gl.constexpr = 1 if self.STRADDLING else 0
         return main_blocks + self.extra.blocks, more, main_blocks * 3 + self.extra.blocks
 
     @gluon.jit
     def multiply(self, blocks, acc, block, step):
-        main_blocks = blocks_of(self.K, self.RAGGED) * 3
+        main_blocks = blocks_of(self.K, self.RAGGED, self.CHANNELS) * 3
         acc, block, step = blocks.multiply(acc, block, step, main_blocks)
         if self.extra.x1_desc is not None:
             for _ in range(self.extra.blocks):
                 stage = blocks.x.wait(block)
+                if self.CHANNELS == 32:
+                    _round_pixels(blocks, stage)
                 if blocks.w is None:
                     slot = stage * 3
                 else:
@@ -70,6 +81,19 @@ class _Products:
                 block += 1
                 step += 1
         return acc, block, step
+
+
+@gluon.jit
+def _round_pixels(blocks, stage):
+    """Round the pixels of a tile in their slot to TF32."""
+    ROWS: gl.constexpr = 64  # at a time, which need few registers
+    SHAPE: gl.constexpr = [ROWS, 32]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0])
+    for j in gl.static_range(blocks.PIXELS // ROWS):
+        part = pixels_from(blocks, stage, j * (ROWS // 8), SHAPE)
+        part.store(as_operand(part.load(LAYOUT), gl.float32, True))
+    fence_async_shared()
+    sync_threads()
 
 
 # --- loads ----------------------------------------------------------------------------------------
@@ -89,8 +113,9 @@ def _wait_for_slot(blocks, block, HALO: gl.constexpr, FILTERS: gl.constexpr):
 @gluon.jit
 def _load_pixels(x_desc, blocks, tiles, stage, bar, n0, h0, w0, k0, HALO: gl.constexpr):
     """Load the rows of a tile into their slot."""
+    BOX: gl.constexpr = [2, tiles.IMAGES, tiles.W, channels_of_block(x_desc.dtype)]
     for j in gl.static_range((tiles.ROWS + 2 * HALO) // 2):
-        to = pixels_from(blocks, stage, j * (blocks.WIDTH // 4), [2, tiles.IMAGES, tiles.W, 64])
+        to = pixels_from(blocks, stage, j * (blocks.WIDTH // 4), BOX)
         tma_load(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
 
 
@@ -98,13 +123,13 @@ def _load_pixels(x_desc, blocks, tiles, stage, bar, n0, h0, w0, k0, HALO: gl.con
 def _load_filters(w_desc, blocks, stage, bar, s, k0, c0):
     """Load the three filters of column s, which are stored with a block of pixels."""
     for r in range(3):
-        tap, row, column = place_of_filter(r, s, k0, c0, blocks.DGRAD)
+        tap, row, column = place_of_filter(r, s, k0, c0, blocks.TRANSPOSED)
         tma_load(w_desc, [tap, row, column], bar, blocks.w_bufs.index(stage * 3 + r))
 
 
 @gluon.jit
 def _load_pointwise(x_desc, w_desc, blocks, tiles, block, step, n0, h0, w0, c0, C):
-    for k0 in range(0, C, 64):
+    for k0 in range(0, C, channels_of_block(x_desc.dtype)):
         stage, bar = _wait_for_slot(blocks, block, 0, 1)
         _load_pixels(x_desc, blocks, tiles, stage, bar, n0, h0, w0, k0, 0)
         if blocks.w is None:
@@ -122,14 +147,17 @@ def _load_beside(beside, blocks, tiles, block, n0, h0, w0, c0):
     stage, bar = blocks.x.acquire(block, blocks.PIXELS * 128)
     BOX: gl.constexpr = [tiles.ROWS, tiles.IMAGES, tiles.W, 64]
     to = pixels_from(blocks, stage, 0, BOX)
-    tma_load(beside.desc2, [h0, n0, w0, c0 - beside.border], bar, to)
+    tma_load(beside.second, [h0, n0, w0, c0 - beside.border], bar, to)
     return block + 1
 
 
 @gluon.jit
-def _load(x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP: gl.constexpr):
-    # the previous kernel does not write filters: load the first ones before the wait
-    EARLY: gl.constexpr = OVERLAP and blocks.w is None
+def _load(
+    x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP: gl.constexpr, FILTERS: gl.constexpr
+):  # fmt: skip
+    # if filters are there, load the first ones before the wait
+    EARLY: gl.constexpr = OVERLAP and FILTERS and blocks.w is None
+    CHANNELS: gl.constexpr = channels_of_block(x_desc.dtype)
     if OVERLAP and not EARLY:
         await_inputs_alone()
     block = 0
@@ -137,7 +165,7 @@ def _load(x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP: gl.constexpr
     for i in range(gl.program_id(0), tiles.count, gl.num_programs(0)):
         c0 = tiles.channel(i)
         n0, h0, w0, _, _ = tiles.place(i)
-        for k0 in range(0, K, 64):
+        for k0 in range(0, K, CHANNELS):
             for s in range(3):
                 stage, bar = _wait_for_slot(blocks, block, 1, 3)
                 if EARLY:
@@ -148,7 +176,7 @@ def _load(x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP: gl.constexpr
                 block += 1
                 if blocks.w is not None:
                     for r in range(3):
-                        tap, row, column = place_of_filter(r, s, k0, c0, blocks.DGRAD)
+                        tap, row, column = place_of_filter(r, s, k0, c0, blocks.TRANSPOSED)
                         blocks.load_filter(w_desc, tap, row, column, step)
                         step += 1
                 elif not EARLY:
@@ -170,23 +198,23 @@ def _load(x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP: gl.constexpr
 
 @gluon.jit(do_not_specialize=["N", "H"])
 def conv_tile_mma_kernel(
-    x_desc,  # [H, N, W, K] in boxes [2, IMAGES, W, 64]: x, or dy
-    w_desc,  # [9, CO, CI] in boxes [1, 64, 64]
-    beside1_desc,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64], or None: residual; DGRAD: x
-    beside2_desc,  # the second of two tensors that x concatenates, or None
-    y_desc,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64]: y, or dz
-    extra1_desc,  # [H, N, W, C1] in boxes [2, IMAGES, W, 64], or None
-    extra1_w_desc,  # [1, C, C1] in boxes [1, 64, 64]
+    x_desc,  # [H, N, W, K] in boxes [2, IMAGES, W, 64], or 32 in TF32: x, or dy
+    w_desc,  # [9, CO, CI] in boxes [1, 64, 64]; in TF32 [9, C, K] in boxes [1, 64, 32]
+    beside1,  # as y, or None: residual; DGRAD: x
+    beside2,  # the second of two tensors that x concatenates, or None
+    y,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64], in TF32 [N, H, W, C]: y, or dz
+    extra1_desc,  # [H, N, W, C1] in boxes as x_desc, or None
+    extra1_w_desc,  # [1, C, C1] in boxes [1, 64, 64], or 32 in TF32
     extra2_desc,  # a second such pair, or None
     extra2_w_desc,
     vectors_ptr,  # float32: bias [C]; DGRAD: table [N, 4, C]
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
-    # [H, N, W, C + CX2] in boxes as y_desc, or None: act(norm(concat(y, x2))) is written here;
+    # [H, N, W, C + CX2] in boxes as y, or None: act(norm(concat(y, x2))) is written here;
     # needs tiles of whole images
     a_desc,
-    x2_desc,  # [H, N, W, CX2] in boxes as y_desc, or None
+    x2_desc,  # [H, N, W, CX2] in boxes as y, or None
     norm_weight_ptr,  # [C + CX2]
     norm_bias_ptr,
     eps,
@@ -214,51 +242,58 @@ def conv_tile_mma_kernel(
     RAGGED: gl.constexpr,  # the last block of channels may have fewer than 64
     STRADDLING: gl.constexpr,  # a tile may have channels of both tensors that x concatenates
     OVERLAP: gl.constexpr,  # the previous kernel may still be running
+    FILTERS: gl.constexpr,  # and does not write the filters
+    TF32: gl.constexpr,  # y of float32 is rounded to it
     CG: gl.constexpr,  # channels of a group of the norm
     KEEP: gl.constexpr,  # y is written
 ):
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
     dtype: gl.constexpr = x_desc.dtype
+    BITS: gl.constexpr = dtype.primitive_bitwidth
+    CHANNELS: gl.constexpr = channels_of_block(dtype)
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, BITS)
     WIDTH: gl.constexpr = IMAGES * W
     CHUNKS: gl.constexpr = block_chunks(ROWS * WIDTH, WIDTH)
-    x_bufs = allocate_for_views(dtype, [BLOCKS * CHUNKS, 8, 64], MATRIX)
-    w_bufs = gl.allocate_shared_memory(dtype, [STEPS or 3 * BLOCKS, 1, 64, 64], w_desc.layout)
-    stages = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y_desc.layout)
+    x_bufs = allocate_for_views(dtype, [BLOCKS * CHUNKS, 8, CHANNELS], MATRIX)
+    slots: gl.constexpr = [STEPS or 3 * BLOCKS, 1, 64, CHANNELS]
+    w_bufs = gl.allocate_shared_memory(dtype, slots, w_desc.layout)
+    stages = None
+    if BITS == 16:
+        stages = gl.allocate_shared_memory(dtype, [2, ROWS, IMAGES, W, 64], y.layout)
     x = new_ring(x_bufs, BLOCKS)
     turns = new_turns(2)
     w = None
     if STEPS > 0:
         w = new_ring(w_bufs, STEPS)
     beside_full = None
-    if beside1_desc is not None or x2_desc is not None:
+    if BITS == 16 and (beside1 is not None or x2_desc is not None):
         beside_full = new_barriers(2)
     fence_async_shared()
     sync_threads()
 
     blocks_c = blocks_of(C, RAGGED)
     if RAGGED:
-        extra_blocks = blocks_of(C1, True) + blocks_of(C2, True)
+        extra_blocks = blocks_of(C1, True, CHANNELS) + blocks_of(C2, True, CHANNELS)
     else:
-        extra_blocks = (C1 + C2) // 64
+        extra_blocks = (C1 + C2) // CHANNELS
     tiles_h = H // ROWS
     count = gl.cdiv(N, IMAGES) * tiles_h * COLUMNS * blocks_c
     tiles = Tiles(count, tiles_h, blocks_c, ROWS, IMAGES, W, COLUMNS, 1)
-    blocks = Blocks(x, w_bufs, w, 3, CHUNKS, ROWS * WIDTH, WIDTH, DGRAD)
+    blocks = Blocks(x, w_bufs, w, 3, CHUNKS, ROWS * WIDTH, WIDTH, DGRAD and BITS == 16)
     extra = _Pointwise(
         extra1_desc, extra1_w_desc, extra2_desc, extra2_w_desc, C1, C2, extra_blocks
     )  # fmt: skip
-    products = _Products(extra, K, RAGGED, STRADDLING)
+    products = _Products(extra, K, CHANNELS, RAGGED, STRADDLING)
     terms = Terms(
         vectors_ptr, extra_bias_ptr, emb_ptr, stride_emb, N, C, C, DGRAD, ACT, RAGGED, factor
     )  # fmt: skip
-    beside = Beside(beside1_desc, beside2_desc, beside_full, border, STRADDLING)
+    beside = Beside(beside1, beside2, beside_full, border, STRADDLING)
     dropout = Dropout(kept_ptr, kept_factor)
-    results = Results(y_desc, partial_ptr, KEEP)
+    results = Results(y, stages, partial_ptr, KEEP, TF32)
     norm = ThenNorm(a_desc, x2_desc, norm_weight_ptr, norm_bias_ptr, eps, CX2, CG, ACT)
     launch_roles(
         multiply_tiles, (
-            blocks, tiles, turns, stages, terms, beside, dropout, results, norm, products, OVERLAP,
+            blocks, tiles, turns, terms, beside, dropout, results, norm, products, OVERLAP,
         ),
-        _load, (x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP),
+        _load, (x_desc, w_desc, blocks, tiles, extra, beside, K, OVERLAP, FILTERS),
         2, (REGISTERS, 24),
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The main loop of `tile_mma`, `unfused_tiles` and `upsampled`: 3x3 filters over blocks of pixels.
+"""The main loop of `tile_mma` and `upsampled`: 3x3 filters over blocks of pixels.
 
-A block has 64 channels (32 in float32) of the pixels of a tile, and of the row above and the row
+A block has 64 channels (32 in TF32) of the pixels of a tile, and of the row above and the row
 below it, moved by one column. The three taps of that column of the filter read the block from
 different rows on, so one fetch serves three products. Filters of one tap, 64 by 64, have a ring of
 their own. Two warpgroups take turns (`turns`), and the rings hold the blocks of one warpgroup's
@@ -21,6 +21,12 @@ def block_chunks(pixels, width):
     return (pixels + 2 * width) // 8
 
 
+@gluon.constexpr_function
+def channels_of_block(dtype):
+    """Channels of a block: as many as 128 bytes have."""
+    return 1024 // dtype.primitive_bitwidth
+
+
 @gluon.jit
 def pixels_from(blocks, stage, chunk: gl.constexpr, shape: gl.constexpr):
     """A view of a block from a chunk on. The last dimension of the shape has 128 bytes."""
@@ -32,10 +38,10 @@ def pixels_from(blocks, stage, chunk: gl.constexpr, shape: gl.constexpr):
 
 
 @gluon.jit
-def place_of_filter(r, s, k0, c0, DGRAD: gl.constexpr):
+def place_of_filter(r, s, k0, c0, TRANSPOSED: gl.constexpr):
     """The position in [9, CO, CI] of the filter of row r and column s. An input gradient uses the
-    opposite tap, and transposes it in the product."""
-    if DGRAD:
+    opposite tap, and transposes it in the product, unless a copy of the filters has both done."""
+    if TRANSPOSED:
         return 8 - 3 * r - s, k0, c0
     else:
         return 3 * r + s, c0, k0
@@ -100,7 +106,7 @@ class Blocks:
     CHUNKS: gl.constexpr  # chunks of 8 pixels of a block
     PIXELS: gl.constexpr  # pixels of a tile
     WIDTH: gl.constexpr  # pixels of one row of all images of a tile
-    DGRAD: gl.constexpr  # filters are transposed
+    TRANSPOSED: gl.constexpr  # filters are, in the product
 
     @gluon.jit
     def load_filter(self, w_desc, tap, row, column, step):
@@ -109,13 +115,13 @@ class Blocks:
         tma_load(w_desc, [tap, row, column], bar, self.w_bufs.index(slot))
 
     @gluon.jit
-    def multiply_tap(self, acc, stage, chunk: gl.constexpr, slot, DGRAD: gl.constexpr):
+    def multiply_tap(self, acc, stage, chunk: gl.constexpr, slot, TRANSPOSED: gl.constexpr):
         """Issue the product of one tap, without waiting for it."""
         BITS: gl.constexpr = self.w_bufs.dtype.primitive_bitwidth
-        CHANNELS: gl.constexpr = 1024 // BITS
+        CHANNELS: gl.constexpr = channels_of_block(self.w_bufs.dtype)
         w = self.w_bufs.index(slot)
         w = reinterpret(w, w.dtype, [64, CHANNELS], gl.NVMMASharedLayout(128, BITS))
-        if DGRAD:
+        if TRANSPOSED:
             w = w.permute((1, 0))
         x = pixels_from(self, stage, chunk, [self.PIXELS, CHANNELS]).permute((1, 0))
         return warpgroup_mma(w, x, acc, is_async=True)
@@ -131,10 +137,10 @@ class Blocks:
             for r in gl.static_range(TAPS):
                 if self.w is None:
                     slot = stage * self.FILTERS + r
-                    acc = self.multiply_tap(acc, stage, r * ROW, slot, self.DGRAD)
+                    acc = self.multiply_tap(acc, stage, r * ROW, slot, self.TRANSPOSED)
                 else:
                     slot = self.w.wait(step)
-                    acc = self.multiply_tap(acc, stage, r * ROW, slot, self.DGRAD)
+                    acc = self.multiply_tap(acc, stage, r * ROW, slot, self.TRANSPOSED)
                     acc = warpgroup_mma_wait(1, deps=(acc,))  # the tap before is complete
                     sync_threads()
                     begun = j + r > 0

@@ -17,11 +17,14 @@ from ...activations import activate_affine
 from ...hopper.compat import aggregate, reinterpret, sync_threads, tma_store
 from ...hopper.pairs import round_pairs, widen_pairs
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
+from ...tf32 import as_operand
 from .epilogue_norm import norm_of_tile
 from .tile_epilogue import (
     Beside,
+    Places,
     blocks_of,
     by_image,
+    by_pixel,
     in_pieces,
     places_of,
     squares_about_mean,
@@ -42,27 +45,41 @@ class Dropout:
 @aggregate
 class Results:
     """The outputs, with the arguments of `conv_tile_mma_kernel`. If the pixels of a tile have one
-    parity, y_desc is [H, 2, N, W, 2 C]."""
+    parity, y is [H, 2, N, W, 2 C]."""
 
-    y_desc: gl.tensor
+    y: gl.tensor
+    stages: gl.shared_memory_descriptor  # a tile for either warpgroup; None in 32 bits
     partial_ptr: gl.tensor
     KEEP: gl.constexpr
+    TF32: gl.constexpr  # y is rounded to it
 
     @gluon.jit
     def as_stored(self, buf, tiles):
-        """The shared memory of a tile, in the shape of y_desc's boxes."""
+        """The shared memory of a tile, in the shape of y's boxes."""
         if tiles.PARITIES == 1:
             return buf
         else:
             BOX: gl.constexpr = [tiles.ROWS, 1, tiles.IMAGES, tiles.W, 64]
-            return reinterpret(buf, buf.dtype, BOX, self.y_desc.layout)
+            return reinterpret(buf, buf.dtype, BOX, self.y.layout)
+
+    @gluon.jit
+    def round(self, y):
+        if self.stages is None:
+            return as_operand(y, gl.float32, self.TF32)
+        else:
+            return round_pairs(y, self.y.dtype)
+
+    @gluon.jit
+    def write(self, y, places):
+        """y [64, pixels] from registers. A warp has 8 channels of a pixel at a time, 32 bytes."""
+        gl.store(places.of(self.y, places.C), y, mask=places.there)
 
     @gluon.jit
     def store(self, buf, tiles, n0, h0, w0, c0, parity, C):
         if tiles.PARITIES == 1:
-            tma_store(self.y_desc, [h0, n0, w0, c0], buf)
+            tma_store(self.y, [h0, n0, w0, c0], buf)
         else:
-            tma_store(self.y_desc, [h0, parity // 2, n0, 0, parity % 2 * C + c0], buf)
+            tma_store(self.y, [h0, parity // 2, n0, 0, parity % 2 * C + c0], buf)
 
 
 @aggregate
@@ -82,8 +99,8 @@ class ThenNorm:
 
 @gluon.jit
 def multiply_tiles(
-    GROUP: gl.constexpr, blocks, tiles, turns, stages, terms, beside, dropout, results, norm,
-    products, OVERLAP: gl.constexpr,
+    GROUP: gl.constexpr, blocks, tiles, turns, terms, beside, dropout, results, norm, products,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     """The loop of warpgroup GROUP over every other tile: the kernel's products, then the
     epilogue."""
@@ -92,9 +109,12 @@ def multiply_tiles(
     W: gl.constexpr = tiles.W
     WIDTH: gl.constexpr = blocks.WIDTH
     PIXELS: gl.constexpr = blocks.PIXELS
-    DGRAD: gl.constexpr = blocks.DGRAD
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, 16])
-    PIECE: gl.constexpr = max(64, WIDTH)
+    DGRAD: gl.constexpr = terms.DGRAD
+    # Tiles of 16 bits go to and from memory through shared memory
+    SHARED: gl.constexpr = results.stages is not None
+    K: gl.constexpr = 16 if SHARED else 8  # of an instruction
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIXELS, K])
+    PIECE: gl.constexpr = max(64 if SHARED else 32, WIDTH)
     PIECES: gl.constexpr = PIXELS // PIECE
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, PIECE, 16])
     zeros = gl.zeros([64, PIECE], gl.float32, PART)
@@ -102,7 +122,7 @@ def multiply_tiles(
     SUMS: gl.constexpr = gl.SliceLayout(2, BY_IMAGE)
     # Load the epilogue's vectors before the main loop, if registers can hold them until then
     EARLY: gl.constexpr = PIXELS * IMAGES <= 256 or not DGRAD
-    HAS_BESIDE: gl.constexpr = beside.desc1 is not None
+    HAS_BESIDE: gl.constexpr = beside.first is not None
     BOTH: gl.constexpr = beside.STRADDLING
     N, C = terms.N, terms.C
     tiles_h = tiles.tiles_h
@@ -110,18 +130,20 @@ def multiply_tiles(
     block = GROUP * (tile_blocks + more_blocks)
     step = GROUP * tile_steps
     phase = 0
-    stage_buf = stages.index(GROUP)
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-    pieces = reinterpret(stage_buf, stage_buf.dtype, [PIECES, PIECE, 64], MATRIX)
-    out = results.as_stored(stage_buf, tiles)
+    if SHARED:
+        stage_buf = results.stages.index(GROUP)
+        MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+        pieces = reinterpret(stage_buf, stage_buf.dtype, [PIECES, PIECE, 64], MATRIX)
+        out = results.as_stored(stage_buf, tiles)
     programs = gl.num_programs(0)
     if OVERLAP:
         await_inputs_alone()
     for i in range(gl.program_id(0) + GROUP * programs, tiles.count, 2 * programs):
         c0 = tiles.channel(i)
         n0, h0, w0, of_image, parity = tiles.place(i)
-        tma.store_wait(0)  # the store of the last tile reads the memory that this tile writes
-        if HAS_BESIDE:
+        if SHARED:
+            tma.store_wait(0)  # the store of the last tile reads the memory that this tile writes
+        if SHARED and HAS_BESIDE:
             beside.load(stage_buf, GROUP, n0, h0, w0, c0, PIXELS)
         if EARLY:
             loaded = terms.load(n0, c0, IMAGES, SUMS)
@@ -148,16 +170,25 @@ def multiply_tiles(
         second = gl.zeros([64, IMAGES], gl.float32, SUMS)
         rounded = ()
         vectors = terms.over_pixels(loaded)
-        if HAS_BESIDE:
+        if SHARED and HAS_BESIDE:
             beside.wait(GROUP, phase)
         if BOTH:
             slot = blocks.x.wait(last)
         for j in gl.static_range(PIECES):
             y = by_image(accs[j], IMAGES, W)
-            buf = pieces.index(j).permute((1, 0))
             read = None
+            if SHARED:
+                buf = pieces.index(j).permute((1, 0))
+            else:
+                places = _places_of_piece(
+                    j * PIECE, n0, h0, w0, c0, N, tiles_h * ROWS, C, PART, PIECE, IMAGES, W,
+                    tiles.COLUMNS, terms.RAGGED,
+                )  # fmt: skip
             if HAS_BESIDE:
-                read = by_image(widen_pairs(buf.load(PART)), IMAGES, W)
+                if SHARED:
+                    read = by_image(widen_pairs(buf.load(PART)), IMAGES, W)
+                else:
+                    read = by_image(beside.read(places), IMAGES, W)
             if BOTH:
                 other = pixels_from(blocks, slot, j * (PIECE // 8), [PIECE, 64]).permute((1, 0))
                 read += by_image(widen_pairs(other.load(PART)), IMAGES, W)
@@ -170,16 +201,18 @@ def multiply_tiles(
                 keep = _kept(dropout.kept_ptr, pixel, pixels, c0, words, PART)
                 y *= by_image(gl.where(keep, dropout.factor, 0.0), IMAGES, W)
             y, total, second = terms.apply(y, read, vectors, total, second)
-            y = round_pairs(y, results.y_desc.dtype)
+            y = results.round(y)
             if (results.partial_ptr is not None or norm.a_desc is not None) and not DGRAD:
                 total += gl.sum(widen_pairs(y), axis=2)
                 rounded = rounded + (y,)
-            if results.KEEP:
+            if not SHARED:
+                results.write(by_pixel(y, PART, W), places)
+            elif results.KEEP:
                 store_piece(buf, y, PART, W)
         if BOTH:
             sync_threads()
             blocks.x.release(last)
-        if results.KEEP:
+        if SHARED and results.KEEP:
             fence_async_shared()
             results.store(out, tiles, n0, h0, w0, c0, parity, C)
         if norm.a_desc is not None:
@@ -211,7 +244,25 @@ def multiply_tiles(
             phase ^= 1
     if OVERLAP:
         begin_next()
-    tma.store_wait(0)
+    if SHARED:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _places_of_piece(
+    first, n0, h0, w0, c0, N, H, C, PART: gl.constexpr, PIECE: gl.constexpr, IMAGES: gl.constexpr,
+    W: gl.constexpr, COLUMNS: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Where PIECE pixels of a tile are, from pixel `first` on."""
+    p = first + gl.arange(0, PIECE, layout=gl.SliceLayout(0, PART))
+    channel = c0 + gl.arange(0, 64, layout=gl.SliceLayout(1, PART))
+    row = W * COLUMNS
+    image = p // W % IMAGES
+    there = None
+    if RAGGED or IMAGES > 1:
+        there = (channel < C)[:, None] & (n0 + image < N)[None, :]
+    corner = n0.to(gl.int64) * (H * row) + h0 * row + w0
+    return Places(corner, image * (H * row) + p // (W * IMAGES) * row + p % W, channel, there, C)
 
 
 @gluon.jit

@@ -63,7 +63,7 @@ def _copy_rows(
 def _load(images, blocks, tiles, OVERLAP: gl.constexpr):
     ONE: gl.constexpr = (blocks.PIXELS + 64) * 128
     TWO: gl.constexpr = (blocks.PIXELS + blocks.WIDTH + 2 * 64) * 128
-    DGRAD: gl.constexpr = blocks.DGRAD
+    DGRAD: gl.constexpr = blocks.TRANSPOSED
     up_desc, up_row_desc, up_w_desc = images.up_desc, images.up_row_desc, images.up_w_desc
     x_desc, x_row_desc, x_w_desc = images.x_desc, images.x_row_desc, images.x_w_desc
     block = 0
@@ -221,13 +221,13 @@ def conv_parity_kernel(
     CV = stride_table if DGRAD else C  # channels that the vectors have
     terms = Terms(vectors_ptr, None, emb_ptr, stride_emb, N, C, CV, DGRAD, ACT, False, None)
     beside = Beside(beside_desc, None, beside_full, None, False)
-    results = Results(y_desc, partial_ptr, True)
+    results = Results(y_desc, stages, partial_ptr, True, False)
     products = _Products(K1, K2, x_desc is not None, DGRAD)
     no_norm = ThenNorm(None, None, None, None, None, None, 1, None)
     launch_roles(
         multiply_tiles, (
-            blocks, tiles, turns, stages, terms, beside, Dropout(None, None), results, no_norm,
-            products, OVERLAP,
+            blocks, tiles, turns, terms, beside, Dropout(None, None), results, no_norm, products,
+            OVERLAP,
         ),
         _load, (images, blocks, tiles, OVERLAP),
         2, (REGISTERS, 24),

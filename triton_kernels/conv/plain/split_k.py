@@ -29,7 +29,7 @@ from ...registry.spec import FEW_IMAGES, ConvSpec, precision_of
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ..fused_spec import forward_spec
-from ..hopper import one_row
+from ..hopper import one_row, tile_mma
 from . import pointer_split
 from .fused_kernels import conv_forward_kernel
 from .fused_launch import columns_in_boxes
@@ -256,9 +256,10 @@ def _apart(spec: ConvSpec, gpu: Device) -> str | None:
         return None if more else "rows of pixels keep enough multiprocessors busy"
     block_c, block_m, block_k, *_ = _tiles(spec, gpu)[0]
     programs = _programs(spec, block_c, block_m)
-    # `conv.hopper.tile_mma` takes less than half as long per product
-    quick = gpu.hopper and spec.itemsize == 2 and spec.stride == 1 and spec.n > FEW_IMAGES
-    quick = quick and _refuse_boxes(spec, gpu) is None
+    # kernels of `conv.hopper`, in TF32 `tile_mma` alone, take less than half as long per product
+    quick = gpu.hopper and spec.itemsize == 2 and spec.stride == 1
+    quick = quick or tile_mma.refuse(spec, gpu) is None
+    quick = quick and spec.n > FEW_IMAGES and _refuse_boxes(spec, gpu) is None
     if programs > gpu.num_sms // (4 if quick else 1):
         return f"{programs} whole tiles keep {gpu.num_sms} multiprocessors busy"
     if (pixels := math.prod(spec.size)) > _MAX_PIXELS:
