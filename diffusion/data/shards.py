@@ -21,19 +21,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import ConfigError
+from ..errors import ConfigError, first_of
 from .hub import load_from_hub
 from .image_set import ImageSet, nearest
 from .images import EXTENSIONS, ImageFiles, decoded
 
 _HUB = "hf:"  # before a name in tools/prepare.py
+_LABEL = "cls"  # WebDataset's extension of a class
 
 
 def webdataset(
     path: str | None = None,
     size: int | tuple[int, int] | None = None,  # None: that of all images
     channels: int = 3,
-    label: str | None = "cls",  # extension of the labels, or json.KEY; None: no labels
+    label: str | None = _LABEL,  # extension of the labels, or json.KEY; None: no labels
     background: str = "white",
 ) -> ImageSet:
     """The images in a .tar, a folder of them, or a pattern (shard-{000..009}.tar, *.tar)."""
@@ -88,7 +89,7 @@ def list_shards(
     if src.startswith(_HUB):
         return list_huggingface(src.removeprefix(_HUB), subset, split, column, label, classes)
     if _matches(src, ".tar") or re.search(r"\.(tar\.\w+|tgz)$", src):
-        return list_tars(src, (label or "cls") if classes else None)
+        return list_tars(src, (label or _LABEL) if classes else None)
     if _matches(src, ".parquet"):
         return list_parquet(src, column, label, classes)
     return None
@@ -166,6 +167,7 @@ def list_tars(path: str, label: str | None) -> ImageFiles:
     """See `webdataset`."""
     places: dict[str, tuple[Path, int, int]] = {}  # image -> file, offset, bytes
     about: list[tuple[Path, int, int] | None] = []
+    others: set[str] = set()  # extensions beside those of images
     wanted = "json" if label is not None and label.startswith("json.") else label
     for shard, called in _named(_expanded(path, ".tar")):
         for key, parts in _samples(shard):
@@ -177,6 +179,7 @@ def list_tars(path: str, label: str | None) -> ImageFiles:
                 raise ConfigError(f"{shard} has two samples of the name {key}")
             places[name] = parts[image]
             about.append(parts.get(wanted))
+            others.update(f".{e}" for e in parts if e != image)
     if not places:
         raise ConfigError(f"{path} holds no image; looked for files in {', '.join(EXTENSIONS)}")
 
@@ -190,11 +193,15 @@ def list_tars(path: str, label: str | None) -> ImageFiles:
         Path(path), list(places), None, None, lambda name: io.BytesIO(read(places[name]))
     )
     missing = sum(place is None for place in about)
+    if label not in (None, _LABEL) and missing == len(about):  # asked for, and not by default
+        kinds = first_of(sorted(others)) or "nothing"
+        files.notes = (f"{path}: no sample has a .{wanted}; beside the images lies {kinds}",)
     if label is None or missing == len(about):
         return files
     if missing:
+        have = "has" if missing == 1 else "have"
         raise ConfigError(
-            f"{path}: {missing} of {len(about)} samples have no .{wanted}; give"
+            f"{path}: {missing} of {len(about)} samples {have} no .{wanted}; give"
             " dataset.label=null (tools/prepare.py: classes=false) to learn none"
         )
     values = [_label(read(place), label, path) for place in about]

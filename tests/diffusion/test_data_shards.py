@@ -63,7 +63,10 @@ def test_tars(tmp_path, path):
     assert data.class_names is None and data.size == (8, 8)
     one = load_dataset("webdataset", path=str(folder / "shard-001.tar"), size=4)
     assert one.images.shape == (1, 4, 4, 3) and one.labels.tolist() == [0]
-    assert load_dataset("webdataset", path=str(folder), label="none").labels is None
+    data = load_dataset("webdataset", path=str(folder), label="none")
+    said = f"{folder}: no sample has a .none; beside the images lies .cls, .txt"
+    assert data.labels is None and data.notes == (said,)
+    assert load_dataset("webdataset", path=str(folder), label=None).notes == ()
 
 
 def test_labels_of_tars_that_are_names_or_in_json(tmp_path):
@@ -88,7 +91,7 @@ def test_wrong_tars(tmp_path):
     with pytest.raises(ConfigError, match="has no label json.class .RecursionError"):
         load_dataset("webdataset", path=str(tmp_path / "f.tar"), label="json.class")
     for path, message in (
-        ("a.tar", "1 of 2 samples have no .cls; give dataset.label=null"),
+        ("a.tar", "1 of 2 samples has no .cls; give dataset.label=null"),
         ("b.tar", "holds no image"),
         ("c.tar", "has the label -1; expected class numbers"),
         ("d.tar.gz", "it must not be compressed"),
