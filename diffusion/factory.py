@@ -156,7 +156,7 @@ def _construct_model(
     if not isinstance(name, str) or name not in models:
         name = shown(name)
         other = name in MODELS or name in POLICY_MODELS
-        file = name in names_of("model")
+        file = not other and name in names_of("model")
         raise ConfigError(
             f"model.name={name} is {f'not for {data}' if other else 'unknown'};"
             f"{f' a file of settings is model={name}, not model.name;' if file else ''} choose one"
