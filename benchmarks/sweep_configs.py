@@ -43,7 +43,7 @@ from torch import Tensor
 from benchmarks import harness, precompile, stopwatch, sweep_channel_norms, sweep_norms
 from benchmarks.cold import Cold
 from benchmarks.harness import drawn, drawn_filters
-from benchmarks.sweep_layers import LAYERS, OF_32_BITS, OF_FEW, specs
+from benchmarks.sweep_layers import LAYERS, OF_32_BITS, OF_FEW, OF_TF32, specs
 from triton_kernels.attention import attention_fwd, cross_attention_bwd, cross_attention_fwd
 from triton_kernels.attention.configs import (
     ATTENTION,
@@ -91,7 +91,7 @@ DEFAULTS = {
     "layers": ("mixed", "small", "wide", "pointwise", "odd", "narrow"),
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
-OPS |= {f"{name}_tf32": OPS[name] for name in ("forward", "input_grad")}
+OPS |= {name: OPS[of] for name, of in OF_TF32.items()}
 OPS |= {name: CONV_FEW if name == "few" else CONV_SPLIT for name in OF_FEW}
 OPS |= {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
 OPS |= {"cross_attention": CROSS_ATTENTION, "cross_attention_grad": CROSS_ATTENTION_GRAD}

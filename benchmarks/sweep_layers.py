@@ -13,7 +13,7 @@ OF_FEW = ("split", "few", "split_tf32", "split_fp32")
 OF_ATTENTION = ("attention", "attention_grad")
 OF_CROSS_ATTENTION = ("cross_attention", "cross_attention_grad")
 OF_32_BITS = ("tf32", "fp32")
-OF_TF32 = ("forward_tf32", "input_grad_tf32")
+OF_TF32 = {f"{name}_tf32": name for name in ("forward", "input_grad")}
 
 # (rows and columns, channels of x and of y, side of the filter, batches)
 LAYERS = {
@@ -281,7 +281,7 @@ def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, Spec]
             weight = ConvSpec(k=ci, c=co, **given, **of_filters, **sizes)
             named = {"forward": forward, "input_grad": grad, "weight_grad": weight}
             named |= {dtype: replace(weight, dtype=dtype) for dtype in OF_32_BITS}
-            named |= {each: replace(named[each[:-5]], dtype="tf32") for each in OF_TF32}
+            named |= {each: replace(named[of], dtype="tf32") for each, of in OF_TF32.items()}
             found += [(name, named[name]) for name in passes if name in named]
     for side, c1, c2, co, upsampled, batches in LAYERS_OF_SKIPS if "skip_dx" in passes else ():
         given = {"dtype": "bf16", "h": side, "w": side, "r": 1, "s": 1, "upsampled": upsampled}

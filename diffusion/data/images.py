@@ -80,7 +80,7 @@ def list_images(path: str | Path, classes: bool = True) -> ImageFiles:
     else:
         raise ConfigError(f"{path} is a file; give a folder of images, or a .zip")
     names = sorted(name for name in every if _is_image(name))
-    others = _other_endings(every)
+    others = _other_endings(every, names)
     if not names:
         raise ConfigError(
             f"{path} holds no image; looked for files in {', '.join(EXTENSIONS)}"
@@ -152,13 +152,10 @@ def _is_hidden(name: str) -> bool:
     return any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
 
 
-def _other_endings(every: Sequence[str]) -> str:
+def _other_endings(every: Sequence[str], images: Sequence[str]) -> str:
     """The files that are not read, "3 files (2 .heic, 1 .part)"; "" if there are none."""
-    others = (
-        PurePosixPath(name)
-        for name in every
-        if not (name.endswith("/") or _is_image(name) or _is_hidden(name))
-    )
+    read = set(images)
+    others = (PurePosixPath(n) for n in every if not (n in read or n[-1:] == "/" or _is_hidden(n)))
     found = Counter(
         other.suffix.lower() or "without an ending"
         for other in others

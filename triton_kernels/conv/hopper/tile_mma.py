@@ -74,8 +74,7 @@ TILES = (
 CHANNELS = 64  # of a tile
 _ROW = 128  # bytes of a pixel's channels in a block
 _CHUNK = 8  # pixels of shared memory, at multiples of which a product begins
-WIDTHS = (8, 16, 32, 64)  # pixels of a row
-_WHOLE = (4, *WIDTHS)  # row lengths of which a tile takes whole rows
+_WHOLE = (4, 8, 16, 32, 64)  # row lengths of which a tile takes whole rows
 _COLUMNS = (32, 16, 8, 4, 64)  # of a tile in other images: the first that divides the row
 _LEAST_PIXELS = 16  # of each image of a tile, since each image has sums of its own
 # Registers per thread of the warpgroups that multiply, by the pixels of a tile: multiples of 24.
