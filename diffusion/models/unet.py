@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
+
+from triton_kernels.runtime.library import is_traced
 
 from ..errors import ConfigError
 from ..runtime.backend import TORCH_FP32, Backend
@@ -446,7 +447,7 @@ class UNet(Network):
             raise ValueError(
                 f"labels have shape {tuple(labels.shape)}, of {labels.dtype}; expected int64 ({n},)"
             )
-        elif (waits or labels.device.type == "cpu") and n > 0 and not _is_traced(labels):
+        elif (waits or labels.device.type == "cpu") and n > 0 and not is_traced((labels,)):
             low, high = map(int, labels.aminmax())
             if low < 0 or high >= self.label_emb.num_embeddings:
                 raise ValueError(
@@ -480,11 +481,6 @@ class UNet(Network):
                 f"present has shape {tuple(present.shape)}; expected ({n}, {tokens}), a number for"
                 " each token"
             )
-
-
-def _is_traced(x: Tensor) -> bool:
-    """Whether somebody compiles or plans the network over tensors that have no values."""
-    return torch.compiler.is_compiling() or is_fake(x)
 
 
 def _divide(name: str, channels: int, option: str, value: int) -> int:

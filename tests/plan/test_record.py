@@ -287,6 +287,39 @@ def test_what_a_cache_keeps_is_forgotten(autocast):
             assert torch.equal(fast(given), net(given))
 
 
+def _under_autocast_there(net, x):
+    with torch.autocast(x.device.type, enabled=False):
+        return net.inner(x)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda net, x: x * (2 if x.device.type == "cpu" else 3),
+        lambda net, x: x * (2 if (x + 1).device == torch.device("cpu") else 3),
+        lambda net, x: x * (2 if next(net.parameters()).is_cpu else 3),
+        lambda net, x: x * (2 if x.is_cuda or x.is_meta else x.get_device()),
+        lambda net, x: net.inner(x.cpu()) * torch.arange(4, device="cpu"),
+        lambda net, x: x * torch.arange(4).to(x.device) + torch.ones(4, device=str(x.device)),
+        lambda net, x: x * {x.device: 2}[net.count.device],
+        _under_autocast_there,
+    ],
+)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_tensors_are_where_the_module_has_them(function, autocast):
+    net, x = Net(function), torch.randn(3, 4)
+    with torch.autocast("cpu", enabled=autocast):
+        ours, theirs = accelerate(net)(x), net(x)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_tensors_on_several_devices():
+    found = record(
+        Net(lambda net, x: (x.device, net.count.device)), (torch.ones(4, device="meta"),), {}
+    )
+    assert [device.type for device in found.result] == ["meta", "cpu"]
+
+
 def test_a_result_that_is_an_argument():
     names, found = calls(lambda net, x: {"x": x, "weight": net.inner.weight, "number": 3})
     assert not names and found.result["number"] == 3

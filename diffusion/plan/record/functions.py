@@ -33,6 +33,13 @@ _WHOLE = {
 }
 _READS = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__)
 _INSTEAD = {Tensor.data.__get__: Tensor.detach}  # the former calls no op
+_META = torch.device("meta")
+_KINDS = "cpu cuda ipu maia meta mps mtia vulkan xla xpu".split()
+_PLACES = {  # what asks where a tensor is
+    Tensor.device.__get__,
+    Tensor.get_device,
+    *(getattr(Tensor, f"is_{kind}").__get__ for kind in _KINDS if hasattr(Tensor, f"is_{kind}")),
+}
 _NUMBERS = frozenset(  # names of what has to know a tensor's numbers
     "item tolist numpy __bool__ __int__ __float__ __index__ nonzero argwhere unique bincount"
     " masked_select".split()
@@ -47,7 +54,7 @@ _WRITES = frozenset(  # names of what writes to its first argument, besides thos
 
 class ByDevice(Exception):
     """What is recorded depends on the tensors' device: the module is, or has begun a block, under
-    autocast, or its result says where they are."""
+    autocast, or asks where they are and has them on several."""
 
 
 def casts() -> bool:
@@ -67,6 +74,11 @@ class Functions(TorchFunctionMode):
         if not notes.shapes.by_device and casts():
             raise ByDevice
         function = _INSTEAD.get(function, function)
+        if not notes.shapes.by_device:
+            if function in _PLACES and args[0].is_meta:
+                return function(self._there())
+            if function is not torch.device:
+                function, args, kwargs = self._without_places(function, args, kwargs)
         name = getattr(function, "__name__", "")
         self._refuse(function, name, args, kwargs)
         with notes.under(name):
@@ -93,6 +105,29 @@ class Functions(TorchFunctionMode):
                 result = function(*args, **kwargs)
             notes.note(target, given, named, self.inner(result))
             return result
+
+    def _there(self) -> Tensor:
+        """A tensor where the module has those that it asks: on another device it may do something
+        else."""
+        if self.notes.shapes.there is None:
+            raise ByDevice
+        return self.notes.shapes.there
+
+    def _without_places(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """The call with the recording's device in place of that of the module's tensors."""
+        if function in (Tensor.cpu, Tensor.cuda) and len(args) == 1 and not kwargs:
+            function, args = Tensor.to, (args[0], function.__name__)
+
+        def placed(x: Any) -> Any:
+            if not isinstance(x, torch.device) and not _names_device(x):
+                return x
+            named, there = torch.device(x), self._there().device
+            same = named.type == there.type and named.index in (None, there.index)
+            return _META if same else x
+
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": placed(kwargs["device"])}
+        return function, tuple(map(placed, args)), kwargs
 
     def own(self, function: type, args: tuple) -> Any:
         """The result of an autograd.Function, which is noted as one call."""
@@ -219,6 +254,10 @@ class Functions(TorchFunctionMode):
                 return None
             return (given["input"], given.get("p", 0.5), given.get("training", True)), {}
         return _in_order(target, args, kwargs)
+
+
+def _names_device(x: Any) -> bool:
+    return isinstance(x, str) and x.partition(":")[0] in _KINDS
 
 
 def _written_by(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:

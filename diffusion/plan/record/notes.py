@@ -22,10 +22,10 @@ _ATEN = torch.ops.aten
 
 class Shapes:
     """Tensors without numbers: of the meta device, or in a mode that lets them say that they are on
-    another."""
+    another. `there` is a tensor where those are that they stand for; None: these are on several."""
 
-    def __init__(self, mode: FakeTensorMode | None) -> None:
-        self.mode, self.by_device = mode, mode is not None
+    def __init__(self, mode: FakeTensorMode | None, there: Tensor | None = None) -> None:
+        self.mode, self.by_device, self.there = mode, mode is not None, there
 
     def of(self, x: Tensor) -> Tensor:
         device = x.device if self.by_device else "meta"

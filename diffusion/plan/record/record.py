@@ -87,7 +87,8 @@ def _record(
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(differentiable))
         fakes = FakeTensorMode(allow_non_fake_inputs=True) if by_device else None
-        shapes = Shapes(stack.enter_context(fakes) if by_device else None)
+        there = None if by_device else _place_of(module, leaves)
+        shapes = Shapes(stack.enter_context(fakes) if by_device else None, there)
         states = [
             {name: shapes.of(x) for name, x in named()}
             for named in (module.named_parameters, module.named_buffers)
@@ -123,8 +124,6 @@ def _record(
         with notes:
             try:
                 tensors = torch.func.functionalize(run)(_tensors_of(inputs), states[0] | states[1])
-                if not by_device and any(_is_meta(x) for x in made):
-                    raise ByDevice
                 made = [tensors.get(i, x) for i, x in enumerate(made)]
                 found.result = pytree.tree_unflatten(made, result_spec)
             except (ValueError, TypeError, PlanError, ByDevice):
@@ -141,8 +140,11 @@ def _tensors_of(leaves: list[Any]) -> dict[int, Tensor]:
     return {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor)}
 
 
-def _is_meta(x: Any) -> bool:
-    return isinstance(x, torch.device) and x.type == "meta"
+def _place_of(module: nn.Module, leaves: list[Any]) -> Tensor | None:
+    """A tensor where the arguments and the module's own are; None: these are on several devices."""
+    tensors = (x for x in leaves if isinstance(x, Tensor))
+    devices = {x.device for x in (*tensors, *module.parameters(), *module.buffers())}
+    return torch.empty(0, device=next(iter(devices), None)) if len(devices) < 2 else None
 
 
 def _reason(error: Exception) -> str:
