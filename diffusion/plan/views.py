@@ -235,6 +235,8 @@ class Views:
             axis: list[tuple[int, int, int]] = []
             while (rest := n // math.prod(size for size, _, _ in axis)) > 1:
                 size, step_a, step_b = flat.pop(0)
+                if max(size, rest) % min(size, rest):  # which ends within an axis
+                    return None
                 if size > rest:  # a piece that goes on in the next axis
                     inner = size // rest
                     flat.insert(0, (inner, step_a, step_b))

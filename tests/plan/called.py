@@ -382,5 +382,6 @@ arithmetic = """
     torch.erf(x)  torch.logsumexp(x, 1)  torch.rand(8) + x
     torch.randn_like(x) + x  torch.normal(x, 2.0) * x  torch.rand(8, generator=_generator) -> own
     torch.outer(x[0, 0, 0], y[0, 0, 0])
+    torch.cat([x.reshape(2, 6, 32), y.reshape(2, 6, 32)], 1)[:, 3:9].reshape(x.shape) * y
 """
 add_calls("x, y", IMAGE, IMAGE, text=arithmetic)
