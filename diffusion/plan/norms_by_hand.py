@@ -9,8 +9,9 @@ product with its reciprocal:
     x / (|x| + eps)
 
 in whatever form: |x| as a vector's norm or as the root of a sum of squares, each with numbers that
-are multiplied, and casts on the way. Numbers and vectors of channels that the result is multiplied
-with, FiLM and the activation are taken into the node by `canonical`.
+are multiplied, and casts on the way; also where a vector is multiplied first, x (g / root). Numbers
+and vectors of channels that the result is multiplied with, FiLM and the activation are taken into
+the node by `canonical`.
 """
 
 import math
@@ -35,6 +36,7 @@ def channel_norm_attributes(
 
 def find_norms(graph: Graph) -> None:
     """Replace each such product by a node, in place; what is then not read is left."""
+    _gains_last(graph)
     makers = graph.producers()
     nodes, graph.nodes = graph.nodes, []
     for node in nodes:
@@ -46,6 +48,48 @@ def find_norms(graph: Graph) -> None:
             _put(graph, node, *found)
             makers |= {v: n for n in graph.nodes[-3:] for v in n.outputs.values()}
     graph.source = ""
+
+
+def _gains_last(graph: Graph) -> None:
+    """x (g / root) is (x / root) g, as k-diffusion has it the other way around."""
+    makers = graph.producers()
+    for node, x, product in list(graph.products()):
+        factors = _maker(product, makers)
+        if factors is None or factors.op != "mul" or node.out.shape != x.shape:
+            continue
+        for gain, root in (("a", "b"), ("b", "a")):
+            inputs = {"a": x, "b": factors.inputs[root]}
+            normed = graph.new("mul", inputs, {"y": (x.shape, node.out.dtype)}, node.source)
+            if _norm_of(normed, makers) is None:
+                continue
+            g, shape = _not_repeated(factors.inputs[gain], makers)
+            more = [normed]
+            for op, want in (("reshape", (shape, g.dtype)), ("cast", (shape, node.out.dtype))):
+                if (g.shape, g.dtype) != want:
+                    more.append(graph.new(op, {"x": g}, {"y": want}, node.source))
+                    g = more[-1].out
+            node.inputs = {"a": normed.out, "b": g}
+            at = graph.nodes.index(node)
+            graph.nodes[at:at] = more
+            makers = graph.producers()
+            break
+
+
+def _not_repeated(g: Value, makers: Makers) -> tuple[Value, tuple[int, ...]]:
+    """The vector, or the vector of each sample, that g repeats for all rows, and a shape in which
+    PyTorch would; or g."""
+    copies = makers.of(g, "layout")
+    if copies is None or copies.attrs["offset"]:
+        return g, g.shape
+    (*_, c), n, x = g.shape, g.shape[0], copies.inputs["x"]
+    between = (1,) * (len(g.shape) - 2)
+    for shape, pieces in (
+        ((1, *between, c), ((g.numel // c, 0), (c, 1))),
+        ((n, *between, c), ((n, c), (g.numel // (n * c), 0), (c, 1))),
+    ):
+        if copies.attrs["pieces"] == pieces and x.numel == math.prod(shape):
+            return x, shape
+    return g, g.shape
 
 
 def _put(graph: Graph, product: Node, x: Value, width: int, attrs: dict[str, Any]) -> None:

@@ -59,6 +59,12 @@ def _of_heads(m: Norm, x: Tensor) -> Tensor:
     return F.normalize(q, dim=-1) * 3 * m.head
 
 
+def _gained_first(x: Tensor, gain: Tensor) -> Tensor:
+    """k-diffusion."""
+    gain = gain.double() * torch.rsqrt((x.double() ** 2).mean(-1, keepdim=True) + 1e-3)
+    return x * gain.to(x.dtype)
+
+
 def _edm2(x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
     return x / torch.add(1e-4, norm, alpha=(norm.numel() / x.numel()) ** 0.5)
@@ -78,6 +84,8 @@ FORMS: dict[str, Callable[[Norm, Tensor], Tensor]] = {
     "in float32": lambda m, x: (
         x * torch.rsqrt((x.double() ** 2).mean(1, keepdim=True) + 1e-3).to(x.dtype) * m.g
     ),
+    "a parameter first": lambda m, x: _gained_first(_last(x), m.g.flatten()),
+    "FiLM first": lambda m, x: _gained_first(_last(x), _last(m.t[0]) + 1),
     "over a root": lambda m, x: m.g * (x / _rms(x, 0.1)) + m.b,
     "over a root of a sum": lambda m, x: x / ((x * x).sum(1, True) / C + 1e-2) ** 0.5,
     "over the length and eps": lambda m, x: x / (x.norm(dim=1, keepdim=True) * C**-0.5 + 0.1),
@@ -98,6 +106,7 @@ FORMS: dict[str, Callable[[Norm, Tensor], Tensor]] = {
 # which are no norm over channels, or not of what they divide
 OTHERS: dict[str, Callable[[Norm, Tensor], Tensor]] = {
     "over pixels": lambda m, x: F.normalize(x.flatten(2), dim=2),
+    "a parameter first, of another": lambda m, x: _last(x) * (m.head[0] / _rms(_last(x) + 1, 0.1)),
     "over axes that lie apart": lambda m, x: x / (x.norm(dim=(1, 2), keepdim=True) + 1e-4),
     "of the first power": lambda m, x: F.normalize(x, p=1, dim=1),
     "of another": lambda m, x: x / _rms(x * m.g, 0.1),
