@@ -77,7 +77,7 @@ class Concats(nn.Module):
 
     def __init__(self, c):
         super().__init__()
-        self.up = nn.ConvTranspose2d(4, c, 2, 2)
+        self.up = nn.ConvTranspose2d(4, c, 2, 2, groups=2)
         self.skip, self.out = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(c + 8, 4, 3, padding=1)
 
     def forward(self, x, skip):
@@ -92,6 +92,61 @@ def test_a_concat_is_in_the_order_of_convolutions(c):
     (cat,) = [node for node in graph.nodes if node.op == "cat"]
     assert cat.out.shape == (2, 8, 8, c + 8)
     assert graph.count()["layout"] == 3  # of the second argument, of one half, of the result
+
+
+BY_PYTORCH = {
+    "bilinear": nn.Upsample(scale_factor=2.0, mode="bilinear"),
+    "nearest, no whole number": nn.Upsample(scale_factor=1.5),
+    "the largest": nn.MaxPool2d(2),
+    "windows that overlap": nn.AvgPool2d(3, 2, 1),
+    "reflected": nn.ReflectionPad2d(1),
+    "transposed": nn.ConvTranspose2d(8, 8, 4, 2, 1),
+    "dilated": nn.Conv2d(8, 8, 3, padding=2, dilation=2),
+}
+
+
+@pytest.mark.parametrize("name", BY_PYTORCH)
+def test_layers_of_pytorch_read_and_write_images_as_ours_do(name):
+    """Between two of ours nothing is copied, and a norm over channels is one."""
+
+    class Between(nn.Sequential):
+        def forward(self, x):
+            first, layer, last = self
+            return last(F.normalize(layer(first(x)), dim=1))
+
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), BY_PYTORCH[name], nn.Conv2d(8, 3, 1)
+    compared = compare(Between(*layers).double(), (torch.randn(2, 3, 8, 10).double(),))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    nodes = trace(Between(*layers), (torch.randn(2, 3, 8, 10).double(),)).graph.count()
+    assert (nodes["layout"], nodes["arith"], nodes["channel_norm"]) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("layer", "op"),
+    [
+        (nn.ConvTranspose2d(8, 6, 2, 2), "linear"),
+        (nn.ConvTranspose2d(8, 6, (3, 2), (3, 2), bias=False), "linear"),
+        (nn.AdaptiveAvgPool2d((3, 4)), "avg_pool"),
+        (lambda x: F.interpolate(x, scale_factor=0.5, mode="area"), "avg_pool"),
+    ],
+)
+def test_layers_that_are_ours_by_another_name(layer, op):
+    """Blocks of pixels that do not overlap are rows of a product, or have means."""
+
+    class Between(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.layer = nn.Conv2d(3, 8, 3, padding=1), layer
+
+        def forward(self, x):
+            return self.layer(self.first(x))
+
+    torch.manual_seed(0)
+    compared = compare(Between().double(), (torch.randn(2, 3, 6, 8).double(),))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    nodes = compared.graph.count()
+    assert nodes[op] == 1 and not {"arith", "arith_grad"} & set(nodes)
 
 
 class Video(nn.Module):

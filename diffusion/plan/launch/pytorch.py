@@ -92,7 +92,14 @@ def _arith_grad(run, node, given):
     of = [tensors[i] for i in a["of"]]
     grads = torch.autograd.grad(y, of, given["dy"].to(y.dtype), allow_unused=True)
     grads = [torch.zeros_like(x) if g is None else g for x, g in zip(of, grads, strict=True)]
+    grads = [_as_it_lies(g, x) for x, g in zip(of, grads, strict=True)]
     return {f"d{i}": grad for i, grad in zip(a["of"], grads, strict=True)}
+
+
+def _as_it_lies(grad: Tensor, x: Tensor) -> Tensor:
+    """In x's order, for the kernel that reads it, unless it repeats numbers."""
+    moved = x.is_contiguous() and 0 not in grad.stride()
+    return grad.contiguous() if moved else grad
 
 
 # --- moving numbers -------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ import torch
 
 from ..graph import Value, numbered
 from ..record.own_functions import OwnFunction
-from ..views import View, whole
-from .shapes import detached, to
+from ..views import View, in_order, whole
+from .shapes import detached, memory_order, to
 from .table import Lowering, call_arguments, each, lowers
 
 _ATEN = torch.ops.aten
@@ -96,6 +96,9 @@ def arithmetic(low: Lowering, *args: Any, **options: Any) -> Any:
     of_each = _of_each_element(low, args, options)
     if of_each is not None:
         return of_each
+    of_images = _of_images(low, args, options)
+    if of_images is not None:
+        return of_images
     inputs, arguments, options = _call_of(low, args, options)
     name = low.name.split(".")[-1]
     if name.endswith("_like") or name.startswith(("new_", "empty")):  # of the shape alone
@@ -134,6 +137,40 @@ def _of_each_element(low: Lowering, args: Sequence[Any], options: dict[str, Any]
     arguments = tuple(next(numbers) if isinstance(x, Value) else x for x in placed)
     y = left(low, inputs, arguments, lead.value.shape, options, low.target)
     return View(y, lead.dims)
+
+
+# of images, signals and videos [N, C, ...], whose kernels of PyTorch take channels where they lie
+_OF_IMAGES = (
+    *(f"upsample_{kind}" for kind in ("bicubic2d", "bilinear2d", "nearest2d", "trilinear3d")),
+    *("_upsample_nearest_exact2d", "_adaptive_avg_pool2d", "avg_pool2d", "max_pool2d"),
+    *("reflection_pad2d", "replication_pad2d", "convolution"),
+)
+
+
+@dataclass(frozen=True)
+class _ChannelsLast:
+    """Such an op, of [N, ..., C]."""
+
+    op: torch._ops.OpOverload
+
+    def __call__(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return self.op(x.movedim(-1, 1), *args, **options).movedim(1, -1).contiguous()
+
+
+def _of_images(low: Lowering, args: Sequence[Any], options: dict[str, Any]) -> View | None:
+    """A call of images that lie as those of our layers, which then write and read it without a copy
+    in another order. None: it is another, or a convolution in groups: PyTorch has kernels of single
+    channels for images in the module's order alone."""
+    op, x = low.target, args[0]
+    named = isinstance(op, torch._ops.OpOverload) and op._opname in _OF_IMAGES
+    if not named or not isinstance(x, View) or op._opname == "convolution" and args[8] != 1:
+        return None
+    last = (0, *range(2, len(x.dims)), 1)
+    if tuple(memory_order(low.views.owned(x))) != last:
+        return None
+    inputs, arguments, options = _call_of(low, (x.permute(last), *args[1:]), options)
+    shape = [low.meta.shape[i] for i in last]
+    return in_order(left(low, inputs, arguments, shape, options, _ChannelsLast(op)), shape, last)
 
 
 def _call_of(

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..graph import Value
-from ..views import View, in_order, whole
-from .arithmetic import function, left
+from ..views import View, in_order
+from .arithmetic import arithmetic, function, left
 from .shapes import memory_order
 from .table import Lowering, lowers
 
@@ -70,6 +70,9 @@ def _as_it_lies(low: Lowering, x: View) -> tuple[Value, list[int]]:
 def _max_pool(low, x, *args):
     """The indices are another call: of several results PyTorch's autograd wants one that has
     one."""
-    arguments, pooled = (0, *(("number", a) for a in args)), _ATEN.max_pool2d.default
-    shape, indices = tuple(low.meta[0].shape), function(low, x, *args)[1]
-    return [whole(left(low, [low.gather(x)], arguments, shape, {}, pooled)), indices]
+    several, op = low.meta, low.target
+    indices = function(low, x, *args)[1]
+    low.meta, low.target = several[0], _ATEN.max_pool2d.default
+    y = arithmetic(low, x, *args)
+    low.meta, low.target = several, op
+    return [y, indices]

@@ -22,6 +22,8 @@ def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, gro
     given = x, weight, bias, stride, padding, dilation, transposed, more, groups
     if groups > 1 and (y := _resampled(low, *given)) is not None:
         return y
+    if transposed and (y := _apart(low, *given)) is not None:
+        return y
     if transposed or groups != 1 or set(dilation) != {1}:
         return arithmetic(low, *given)  # PyTorch's, over images as the module has them
     if len(x.dims) == 5:
@@ -58,6 +60,26 @@ def _resampled(low, x, weight, bias, stride, padding, dilation, transposed, more
     number *= 1 if transposed else math.prod(window)
     y = y if number == 1 else each(low, "affine", y, scale=number, offset=0)
     return y.permute((0, 3, 1, 2))
+
+
+def _apart(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
+    """Transposed, where each pixel becomes a block of its own: a product of each pixel. None: it is
+    something else."""
+    (_, ci, *size), (_, co, *window) = x.shape, weight.shape
+    plain = groups == 1 and set((*dilation, 1)) == {1} and set((*padding, *more, 0)) == {0}
+    if not plain or list(_tuple(stride, len(size))) != window:
+        return None
+    d = len(size)
+    filters = weight.permute((*range(2, 2 + d), 1, 0))  # [*window, CO, CI]
+    rows = math.prod(window) * co
+    b = None if bias is None else low.gather(bias.expand((*window, co)), (rows,))
+    last = x.permute((0, *range(2, 2 + d), 1))
+    y = _linear_of(low, last, low.gather(filters, (rows, ci)), b, False)
+    y = whole(low.views.owned(y).value, (x.shape[0], *size, *window, co))
+    pixels = (
+        i for pair in zip(range(1, 1 + d), range(1 + d, 1 + 2 * d), strict=True) for i in pair
+    )
+    return y.permute((0, 1 + 2 * d, *pixels)).reshape(tuple(low.meta.shape))
 
 
 def _conv_of_images(
@@ -297,9 +319,21 @@ def _avg_pool(low, x, window, stride=(), padding=0, ceil=False, counts=True, div
     plain = len(x.dims) == 4 and step == size and not any(_pair(padding, False, 0))
     if not plain or ceil or divisor is not None:
         return arithmetic(low, x, window, stride, padding, ceil, counts, divisor)
+    return _means_of_blocks(low, x, size)
+
+
+@lowers("_adaptive_avg_pool2d")
+def _adaptive_avg_pool(low, x, size):
+    (p, q), (h, w) = size, x.shape[-2:]
+    if len(x.dims) != 4 or h % p or w % q:
+        return arithmetic(low, x, size)
+    return _means_of_blocks(low, x, (h // p, w // q))
+
+
+def _means_of_blocks(low: Lowering, x: View, window: tuple[int, int]) -> View:
     value = low.gather(x.permute((0, 2, 3, 1)))
     n, c, p, q = low.meta.shape
-    y = low.make("avg_pool", {"x": value}, (n, p, q, c), value.dtype, window=size)
+    y = low.make("avg_pool", {"x": value}, (n, p, q, c), value.dtype, window=window)
     return whole(y).permute((0, 3, 1, 2))
 
 
