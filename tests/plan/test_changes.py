@@ -293,6 +293,7 @@ class Does(nn.Module):
         super().__init__()
         self.function, self.layer = function, nn.Conv2d(3, 3, 1)
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("table", torch.zeros(8))
 
     def forward(self, x, given):
         return self.function(self, self.layer(x), given)
@@ -374,9 +375,19 @@ def _recurrent(net, y, given):
     return y
 
 
+def _by_its_first_arguments(net, y, given):
+    """As ActNorm begins, which its next call does not do again."""
+    if not net.calls:
+        with torch.no_grad():
+            net.count.copy_(y.mean())
+        net.calls = True
+    return y - net.count
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
+        (_by_its_first_arguments, "something else in its next call, for it changes calls"),
         (_by_calls, "something else in its next call, for it changes calls"),
         (_by_calls_in_a_tensor, "something else in its next call, for it changes calls"),
         (_recurrent, "reads last, in which it has left what it made"),
@@ -384,7 +395,7 @@ def _recurrent(net, y, given):
 )
 def test_what_the_next_call_would_read_is_refused(function, why):
     net = Does(function)
-    net.calls, net.last = 0, None
+    net.calls, net.last = False, None
     with pytest.raises(PlanError, match=why):
         accelerate(net)(torch.ones(1, 3, 4, 4), None)
     assert net.calls == 0 and net.last is None
@@ -407,7 +418,16 @@ def _table(net, y, given):
     return y * net.last[: y.shape[-1]]
 
 
-@pytest.mark.parametrize("function", [_counts, _shows, _table])
+def _table_in_a_buffer(net, y, given):
+    """Which is there before, as rotary-embedding-torch has it."""
+    n = y.shape[-1]
+    if n > net.calls:
+        net.table[:n], net.calls = torch.arange(n, device=y.device).cos(), n
+        return y * torch.arange(n, device=y.device).cos()
+    return y * net.table[:n].detach()
+
+
+@pytest.mark.parametrize("function", [_counts, _shows, _table, _table_in_a_buffer])
 def test_what_no_call_would_read_is_forgotten(function):
     net, x = Does(function), torch.randn(1, 3, 4, 4)
     net.calls, net.last = 0, None

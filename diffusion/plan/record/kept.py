@@ -34,8 +34,9 @@ def refuse_kept(
     found: Recording, read: Mapping[Key, nn.Module | None], again: Callable[[], Recording]
 ) -> None:
     """PlanError: the forward pass reads an attribute in which it leaves what it makes of its
-    arguments, or numbers with which it does something else, as `again` records it. Of attributes
-    that are written before they are read `read` says None."""
+    arguments, or numbers with which it does something else, as `again` records it, and not only
+    because it finds a table. Of attributes that are written before they are read `read` says None.
+    """
     parts = {key: read[key] for key in found.left if read.get(key) is not None}
     depends = _of_arguments(found)
     for key in parts:
@@ -45,7 +46,7 @@ def refuse_kept(
                 " arguments; a plan keeps nothing from call to call"
             )
     before = {(at, name): vars(part).get(name) for (at, name), part in parts.items()}
-    counts = {k: found.left[k] for k, x in before.items() if type(x) in (int, float)}
+    counts = {k: found.left[k] for k, x in before.items() if type(x) in (bool, int, float)}
     if not counts:
         return
     other = None
@@ -57,12 +58,23 @@ def refuse_kept(
     finally:
         for key in counts:
             vars(parts[key])[key[1]] = before[key]
-    if other is not None and _said(other) != _said(found):
+    if other is None or _said(other) == _said(found):
+        return
+    settled = not any(key in other.left for key in counts)  # as the length of a table does
+    if not settled or not all(_keeps_tables(parts[key], found, depends) for key in counts):
         names = " and ".join(name for _, name in counts)
         raise PlanError(
             f"the module does something else in its next call, for it changes {names}; a plan"
             " keeps nothing from call to call"
         )
+
+
+def _keeps_tables(part: nn.Module, found: Recording, depends: set[int]) -> bool:
+    """Whether it leaves tensors, and none that depends on the numbers of arguments."""
+    own = part._parameters | part._buffers
+    tables = [x for (at, _), x in found.left.items() if at == id(part) and isinstance(x, Tensor)]
+    tables += [x for name, x in found.written.items() if name.rpartition(".")[2] in own]
+    return bool(tables) and not any(id(x) in depends for x in tables)
 
 
 def _of_arguments(found: Recording) -> set[int]:
