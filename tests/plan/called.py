@@ -160,6 +160,7 @@ add("bilinear", F.bilinear, ROWS, (3, 4), of=((2, 8, 4),))
 
 layers = """
     GroupNorm(2, 4)  GroupNorm(2, 4, affine=False)  GroupNorm(2, 4, eps=0.1)
+    InstanceNorm2d(4, track_running_stats=True)
     InstanceNorm2d(4)  BatchNorm2d(4)  BatchNorm2d(4, affine=False, momentum=0.3)
     BatchNorm2d(4, momentum=None) -> __float__ of a tensor
     BatchNorm2d(4, track_running_stats=False)  BatchNorm2d(4).eval()  LocalResponseNorm(2)

@@ -146,10 +146,21 @@ def _interpolate(a: SimpleNamespace) -> Tensor:
 
 @instead_of(F.instance_norm, named=True)
 def _instance_norm(a: SimpleNamespace) -> Tensor:
-    """A group norm of one channel a group."""
-    if a.running_mean is not None or a.running_var is not None or a.input.ndim < 3:
+    """A group norm of one channel a group; averages of its statistics may be kept, or used."""
+    x, given = a.input, (a.weight, a.bias)
+    if x.ndim < 3:
         return NotImplemented
-    return F.group_norm(a.input, a.input.shape[1], a.weight, a.bias, a.eps)
+    if not a.use_input_stats:
+        return F.batch_norm(x, a.running_mean, a.running_var, *given, False, a.momentum, a.eps)
+    over = list(range(2, x.ndim))
+    with torch.no_grad():
+        for running, new in (
+            (a.running_mean, lambda z: z.mean(over)),
+            (a.running_var, lambda z: z.var(over)),
+        ):
+            if running is not None:
+                running.lerp_(new(x.to(running.dtype)).mean(0), a.momentum)
+    return F.group_norm(x, x.shape[1], *given, a.eps)
 
 
 @instead_of(F.rms_norm, torch.rms_norm, named=True)
