@@ -307,7 +307,9 @@ def _under_autocast_there(net, x):
 )
 @pytest.mark.parametrize("autocast", [False, True])
 def test_tensors_are_where_the_module_has_them(function, autocast):
-    net, x = Net(function), torch.randn(3, 4)
+    net, x = Net(function), torch.arange(12.0).view(3, 4)
+    torch.nn.init.ones_(net.inner.weight)  # of whole numbers, which bfloat16 has
+    torch.nn.init.zeros_(net.inner.bias)
     with torch.autocast("cpu", enabled=autocast):
         ours, theirs = accelerate(net)(x), net(x)
     torch.testing.assert_close(ours, theirs)
