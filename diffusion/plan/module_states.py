@@ -4,8 +4,10 @@ from itertools import chain
 from operator import is_
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .build import states_of
+from .graph import PlanError
 
 
 class ModuleStates:
@@ -37,6 +39,9 @@ class ModuleStates:
             and _same(tensors, self._tensors)
         ):
             return
+        lazy = next((name for name, x in states_of(module).items() if is_lazy(x)), None)
+        if lazy is not None:
+            raise PlanError(f"{lazy} has no shape before a call; call the module once before")
         self.parts, self._names, self._counts, self._tensors = parts, names, counts, tensors
         self._described, self.by_name = None, states_of(module)
 

@@ -161,7 +161,10 @@ class _Tracer:
                 outputs.append(self.low.gather(self.made[id(leaf)]))
             elif holds_tensors(leaf):
                 name = type(leaf).__name__
-                raise PlanError(f"the result has tensors in a {name}, into which no plan puts any")
+                raise PlanError(
+                    f"the result has tensors in a {name}, into which no plan puts any; return"
+                    " tensors, dicts or dataclasses"
+                )
             elif isinstance(leaf, Iterator):
                 raise PlanError("the result is a generator, which a call makes once; give a list")
             else:

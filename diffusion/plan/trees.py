@@ -1,7 +1,7 @@
 """Arguments and results of a module as trees: PyTorch's, in which dataclasses are branches too."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import Any
 
@@ -56,16 +56,19 @@ def leaves(tree: Any) -> list[Any]:
 _SIMPLE = (Tensor, nn.Module, type, Enum, torch.dtype, torch.device, str, bytes, int, float)
 
 
+_MANY = (set, frozenset, list, tuple)  # with classes of theirs, which are no branches
+
+
 def holds_tensors(leaf: Any) -> bool:
-    """Whether a leaf that is an object, such as a distribution, has tensors among its attributes,
-    which a plan does not see."""
+    """Whether a leaf that is an object, such as a distribution or a dict of a class of its own, has
+    tensors among its attributes or in it, which a plan does not see."""
     seen, rest = set(), [leaf]
     while rest:
         x = rest.pop()
         if id(x) in seen or isinstance(x, _SIMPLE):
             continue
         seen.add(id(x))
-        members = x if isinstance(x, set | frozenset) else ()
+        members = x.values() if isinstance(x, Mapping) else x if isinstance(x, _MANY) else ()
         inner = pytree.tree_leaves([*state_of(x).values(), *members])
         if any(isinstance(y, Tensor) for y in inner):
             return True

@@ -45,6 +45,24 @@ def test_objects_that_have_tensors_are_refused():
         fast(x, torch.distributions.Normal(0.0, 1.0))
 
 
+class Named(dict):
+    """Whose keys are attributes, too."""
+
+    __getattr__ = dict.get
+
+
+def test_dicts_of_a_class_of_their_own_are_refused():
+    class Called(nn.Module):
+        def forward(self, x):
+            return Named(image=x.image * 2) if isinstance(x, Named) else Named(image=x * 2)
+
+    x = torch.ones(2, 3)
+    with pytest.raises(PlanError, match="the result has tensors in a Named.*; return"):
+        accelerate(Called())(x)
+    with pytest.raises(PlanError, match="an argument is a Named with tensors in it"):
+        accelerate(Called())(Named(image=x))
+
+
 def test_an_argument_that_has_changed_has_another_plan():
     class Twice(nn.Module):
         def forward(self, x, options):

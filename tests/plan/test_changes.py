@@ -437,6 +437,38 @@ def test_what_no_call_would_read_is_forgotten(function):
     assert net.calls == 0 and net.last is None
 
 
+class _Beside:
+    """What computes attention for a module, and keeps it."""
+
+
+@pytest.mark.parametrize("kept", [_Beside(), [], {}])
+def test_what_is_kept_outside_of_the_module_is_refused(kept):
+    def keep(net, y, given):
+        if isinstance(kept, _Beside):
+            kept.last = y.mean()
+        elif isinstance(kept, list):
+            kept.append(y)
+        else:
+            kept["table"] = y.sum()
+        return y
+
+    with pytest.raises(
+        PlanError, match=r"outside of the module's attributes.*test_changes\.py:\d+"
+    ):
+        accelerate(Does(keep))(torch.ones(1, 3, 4, 4), None)
+
+
+def test_a_module_without_shapes_is_refused_until_it_is_called():
+    net, x = nn.Sequential(nn.LazyConv2d(4, 1), nn.SiLU()), torch.randn(2, 3, 4, 4)
+    fast = accelerate(net)
+    for _ in range(2):
+        with pytest.raises(
+            PlanError, match=r"0\.weight has no shape .*; call the module once before"
+        ):
+            fast(x)
+    torch.testing.assert_close(net(x), fast(x))
+
+
 def test_a_module_of_torchscript_is_refused():
     net = nn.Sequential(nn.Conv2d(3, 4, 1), torch.jit.script(nn.Conv2d(4, 3, 3)))
     with pytest.raises(PlanError, match=r"a module of TorchScript.*\(1\)"):

@@ -4,6 +4,7 @@ Layers that are one op in a plan but several in PyTorch are noted as one (`_WHOL
 called in another way (`composites`), and what no plan does is refused."""
 
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,6 +69,8 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.notes = notes
         self.detached: dict[int, Tensor] = {}  # by their memory
+        # what was made without numbers, and how many calls were noted then
+        self.made: list[tuple[weakref.ref[Tensor], int]] = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, notes = kwargs or {}, self.notes
@@ -79,7 +82,13 @@ class Functions(TorchFunctionMode):
                 return function(self._there())
             if function is not torch.device:
                 function, args, kwargs = self._without_places(function, args, kwargs)
-        name = getattr(function, "__name__", "")
+        result = self._noted(function, args, kwargs)
+        if isinstance(result, Tensor) and torch._is_functional_tensor(result):
+            self.made.append((weakref.ref(result), len(notes.found.calls)))
+        return result
+
+    def _noted(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        notes, name = self.notes, getattr(function, "__name__", "")
         self._refuse(function, name, args, kwargs)
         with notes.under(name):
             if function in INSTEAD:
@@ -176,19 +185,19 @@ class Functions(TorchFunctionMode):
                 if numbers is not None:
                     return getattr(numbers, name)()
             why = f"{name} of a tensor, whose numbers are not known before the call,"
-            raise self._refused(why) from error
+            raise self._refused(why, "use torch.where, or give what it decides") from error
 
     def _refuse(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """What a recording does not see: which tensors have gradients, and one that keeps its
         gradient while its numbers are written to."""
         if function in _READS:
-            raise self._refused(
-                f"{function.__self__.__name__} of a tensor, which the forward reads,"
-            )
+            why = f"{function.__self__.__name__} of a tensor, which the forward reads,"
+            raise self._refused(why, "let an argument decide")
         if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # slower than PyTorch's as one
-            raise self._refused(f"{name}, which would be a node for each step of a sequence,")
+            why = f"{name}, which would be a node for each step of a sequence,"
+            raise self._refused(why, "accelerate the modules beside it")
         if function == Tensor.data.__set__:
-            raise self._refused("data of a tensor, which the forward sets,")
+            raise self._refused("data of a tensor, which the forward sets,", "use `copy_`")
         written = _written_by(name, args, kwargs)
         if isinstance(written, Tensor) and torch._is_functional_tensor(written):
             given = self.notes.given.get(id(unwrapped(written)))
@@ -202,7 +211,8 @@ class Functions(TorchFunctionMode):
         if not self.notes.found.differentiable:
             return
         if name == "requires_grad_" or function == Tensor.requires_grad.__set__:
-            raise self._refused("requires_grad of a tensor, which the forward sets,")
+            why = "requires_grad of a tensor, which the forward sets,"
+            raise self._refused(why, "set it before the call")
         if name == "detach_" or not isinstance(written, Tensor) or self.notes.own:
             return
         if not (written.is_floating_point() or written.is_complex()):
@@ -224,9 +234,10 @@ class Functions(TorchFunctionMode):
         if name in found.parameters:
             found.rewritten[id(self.inner(written))] = name
 
-    def _refused(self, why: str) -> PlanError:
+    def _refused(self, why: str, instead: str = "") -> PlanError:
         line = self.notes.lines.of(sys._getframe(1))
-        return PlanError(f"{why} has no place in a plan ({line})")
+        instead = f"; {instead}" if instead else ""
+        return PlanError(f"{why} has no place in a plan{instead} ({line})")
 
     def _functional(self, x: Tensor) -> Tensor:
         """x, or for a tensor that has numbers one that is traced as those are that have none, since

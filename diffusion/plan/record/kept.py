@@ -5,6 +5,7 @@ keeps tables that it would make again. A module that reads what its last call ha
 something else in each call, which no plan does.
 """
 
+import gc
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from ..graph import PlanError
+from ..trees import holds_tensors, leaves
 from .recording import Call, Recording
 
 Key = tuple[int, str]  # the id of a part, and an attribute's name
@@ -66,6 +68,21 @@ def refuse_kept(
         raise PlanError(
             f"the module does something else in its next call, for it changes {names}; a plan"
             " keeps nothing from call to call"
+        )
+
+
+def refuse_shown(found: Recording) -> None:
+    """PlanError: something that is no attribute of a module, such as the object that computes its
+    attention, has kept a tensor of the recording, which has no numbers."""
+    if any(made() is not None for made, _ in found.made):
+        gc.collect()
+    calls = [count for made, count in found.made if made() is not None]
+    found.made = []
+    if calls and not any(map(holds_tensors, leaves(found.result))):  # which the result's may be
+        source = found.calls[max(calls[0] - 1, 0)].source
+        raise PlanError(
+            "the forward keeps a tensor outside of the module's attributes, where a plan puts none;"
+            f" return it, or, if it is a table, call the module once before ({source})"
         )
 
 

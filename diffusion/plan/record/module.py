@@ -24,7 +24,8 @@ def refuse_parts(module: nn.Module) -> None:
         where = name or type(part).__name__
         if isinstance(part, torch.jit.ScriptModule):
             raise PlanError(
-                f"a module of TorchScript, which hides its calls, has no plan ({where})"
+                "a module of TorchScript, which hides its calls, has no plan; give the one that it"
+                f" was made of ({where})"
             )
         if part._backward_hooks or part._backward_pre_hooks:
             raise PlanError(f"a backward hook has no place in a plan ({where} has one)")

@@ -21,7 +21,7 @@ from ..trees import flatten
 from .composites import without_hints
 from .draws import refused, states
 from .functions import ByDevice, Functions, casts
-from .kept import left_in
+from .kept import left_in, refuse_shown
 from .module import (
     attributes_kept,
     caches_kept,
@@ -57,8 +57,10 @@ def record(
     except ByDevice:
         by_device = True
         found = run(*call, by_device)
-    # this thread may have drawn, or another
-    return found if states() == before else run(*call, by_device, draws=False)
+    if states() != before:  # this thread may have drawn, or another
+        found = run(*call, by_device, draws=False)
+    refuse_shown(found)
+    return found
 
 
 @torch._disable_dynamo
@@ -114,9 +116,12 @@ def _record(
             ):
                 result = forward(*args, **kwargs)
             found.left = left_in(attributes, functions.inner)
+            found.made = functions.made
             for place, x in before.items():  # in which the call leaves what is there behind it
                 if states[place] is not x:
-                    raise PlanError(f"the module sets {place} in its forward")
+                    raise PlanError(
+                        f"the module sets {place} in its forward; write to it, as by `copy_`"
+                    )
             refuse_changes(leaves, spec, (args, kwargs))
             made, result_spec = flatten(result)
             return _tensors_of(made)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -36,4 +37,6 @@ class Recording:
     rewritten: dict[int, str] = field(default_factory=dict)  # by id, what parameters become
     # attributes that are others behind it: by their part's id and name, tensors and numbers
     left: dict[tuple[int, str], Any] = field(default_factory=dict)
+    # what Python was given, and how many calls there were then
+    made: list[tuple[ref[Tensor], int]] = field(default_factory=list)
     result: Any = None
