@@ -43,6 +43,7 @@ def conv_down_input_grad(
     add: Tensor | None = None,  # [N, H, W, CI]
     *,
     allow_tf32: bool = True,
+    transposed: Tensor | None = None,  # as in `conv.fused.conv_input_grad`
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x, plus `add`, rounded once."""
     n, p, q, _ = dy.shape
@@ -51,7 +52,8 @@ def conv_down_input_grad(
     assert add is None or (add.shape == dx.shape and add.is_contiguous())
     if dx.numel():
         precision = precision_of(dy.dtype, allow_tf32)
-        launch(ConvOperands(dy, weight, None, dx, 2, (padding,) * 2, precision, True, add))
+        given = ConvOperands(dy, weight, None, dx, 2, (padding,) * 2, precision, True, add)
+        launch(given._replace(transposed=transposed))
     return dx
 
 

@@ -160,5 +160,6 @@ def _image(node: Node) -> str:
 
 
 def _moved(node: Node) -> set[Value]:
-    read = [v for role, v in node.inputs.items() if role != "by_tap"]  # `weight` in another order
+    # of `weight` and that in another order one is read
+    read = [v for role, v in node.inputs.items() if role not in ("by_tap", "transposed")]
     return {*read, *node.outputs.values()}
