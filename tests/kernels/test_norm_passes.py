@@ -247,6 +247,25 @@ def test_passes_that_share_what_they_have_learnt(device):
     assert learnt == learnt[:1] * 3
 
 
+@pytest.mark.parametrize("captured", [False, True])
+def test_rows_that_no_graph_knows_are_not_kept(captured, device, monkeypatch):
+    """Of a pass that adds in two turns the first turn's are let go of, unless it was captured."""
+    sums, row = row_sums.RowSums(torch.zeros(8, device=device)), torch.arange(8.0, device=device)
+
+    def turn(first, last):
+        rows = sums.rows(16, 4)
+        rows[:] = row[first : first + 4]
+        sums.add(rows, 0, sums.grad[first : first + 4])
+        sums.flush(last)
+
+    for want in range(2):
+        turn(0, False)
+        sums.captured |= captured and want == 0
+        turn(4, True)
+        assert torch.equal(sums.grad, 16 * (want + 1) * row)
+        assert [w.numel() for w in sums.workspaces] == ([64, 128] if captured else [128])
+
+
 @pytest.mark.parametrize("count", [0, 1, 256, 320, 1025])
 def test_bias_grad(count, device):
     rows, out = randn(count, 40, device=device), torch.ones(40, device=device)

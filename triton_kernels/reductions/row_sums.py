@@ -68,8 +68,9 @@ class RowSums:
         self.grad = grad
         self.tables = {} if tables is None else tables
         size = max((used for _, used in self.tables.values()), default=0)
-        # the last is in use; graphs may know the others
+        # the last is in use; graphs know the others
         self.workspaces = [_empty((size,), dtype=torch.float32, device=grad.device)]
+        self.captured = False  # a graph knows the last, too
         self._forget()
 
     @property
@@ -116,9 +117,10 @@ class RowSums:
     def flush(self, last: bool = True) -> None:
         """Add all that was asked for, and forget it. Unless it is the last of a pass, rows keep
         their places, for this one may still be reading them when the next rows are written."""
-        key = tuple(self.segments)
+        key, capturing = tuple(self.segments), _capturing(self.grad)
         known = key in self.tables and not self.scattered
-        if key and not known and _capturing(self.grad):
+        self.captured |= capturing
+        if key and not known and capturing:
             for rows, first, out in self.parts:
                 out += rows[:, first : first + out.numel()].sum(0).view(out.shape)
         elif key:
@@ -150,8 +152,11 @@ class RowSums:
 
     def _plan(self, key: tuple) -> None:
         if self.workspaces[-1].numel() < self.used:
+            if not self.captured:
+                self.workspaces.pop()
             workspace = _empty((self.used,), dtype=torch.float32, device=self.grad.device)
             self.workspaces.append(workspace)
+            self.captured = False
         if key in self.tables:  # which a graph may read
             return
         table = torch.tensor(

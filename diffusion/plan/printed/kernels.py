@@ -86,7 +86,8 @@ def launch_dry(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dic
     if node.op in BY_PYTORCH and node.op in _VIEWS:
         return _viewed(run, node, values)
     if node.op in BY_PYTORCH:
-        return {value: _blank(value) for value in node.outputs.values()}
+        in_order = node.op == "casts"  # of the kernels, see `order_of_kernels`
+        return {value: _blank(value, in_order) for value in node.outputs.values()}
     return run(node, values)
 
 
@@ -101,8 +102,10 @@ def _viewed(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[V
     return {node.out: x.as_strided(y.shape, y.stride(), start)}
 
 
-def _blank(value: Value) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype)
+def _blank(value: Value, in_order: bool = False) -> Tensor:
+    last = in_order and len(value.shape) == 4
+    order = torch.channels_last if last else torch.contiguous_format
+    return torch.empty(value.shape, dtype=value.dtype, memory_format=order)
 
 
 def is_interpreted() -> bool:
