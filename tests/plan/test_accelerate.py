@@ -338,6 +338,26 @@ def test_a_layer_norm_of_16_bits_in_a_rehearsal():
     assert fast.weight.grad.dtype == torch.bfloat16
 
 
+def test_a_norm_in_float64_between_layers_in_a_rehearsal():
+    """Kernels have none: what reads float64 is the reference's, too."""
+
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+            self.norm = nn.GroupNorm(2, 8).double()
+
+        def forward(self, x):
+            return self.last(F.silu(self.norm(self.first(x).double()).float()))
+
+    with rehearsal(chips.HOPPER):
+        fast = accelerate(Wide())
+        with torch.autocast("cpu", torch.bfloat16):
+            y = fast(torch.randn(2, 8, 6, 6))
+        y.float().sum().backward()
+    assert fast.norm.weight.grad.dtype == torch.float64
+
+
 @pytest.mark.parametrize(
     "layer", [nn.Dropout(0.5), nn.Dropout(0.5, inplace=True), nn.Dropout2d(0.5)]
 )

@@ -72,9 +72,7 @@ class Launcher:
 
     def __call__(self, node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
         """What the node makes, but for what it writes to a place."""
-        if self.kernels is fused_ops and any(
-            value.dtype == torch.float64 for value in node.outputs.values()
-        ):
+        if self.kernels is fused_ops and any(v.dtype == torch.float64 for v in node.values):
             return launch_reference(node, values)
         read = ((role, values[value]) for role, value in node.inputs.items())
         given = Inputs((role, self._read(x)) for role, x in read if x is not None)
