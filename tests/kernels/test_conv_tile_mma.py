@@ -34,6 +34,7 @@ from .test_conv_hopper import gpu, repeatedly, spec_of
 
 TILES = list(tile_mma.TILES)
 CONFIGS = TILES
+HALVES = list(tile_mma.HALVES)
 # One program with one tile, programs with several and an odd number of them, one warpgroup with
 # nothing to do, more blocks of channels than one, tiles that are not whole images, that are not
 # whole rows, and that are a rectangle of each of several images; last blocks of 8 to 56 channels,
@@ -201,6 +202,27 @@ class TestGpu:
         for dtype in WIDE:
             check_grad(SHAPES["32x32"], None, dtype, device, activation, config)
 
+    @pytest.mark.parametrize("config", HALVES, ids=str)
+    @pytest.mark.parametrize(("name", "dtype"), [c for c in CASES if c[1].itemsize == 2], ids=str)
+    def test_blocks_of_64_bytes(self, name, dtype, config, device):
+        skip_uncut(name, config)
+        shape = SHAPES[name]
+        repeatedly(lambda: check_forward(shape, dtype, device, config))
+        repeatedly(lambda: check_grad(shape, None, dtype, device, config=config))
+
+    @pytest.mark.parametrize("config", HALVES, ids=str)
+    @pytest.mark.parametrize("name", ["32x32", "8x8", "48x48 of 96", "20x20 of 88", "12x28"])
+    def test_terms_beside_blocks_of_64_bytes(self, name, config, device):
+        shape, dtype = SHAPES[name], torch.bfloat16
+        skip_uncut(name, config)
+        repeatedly(lambda: check_extra(shape, 96, 24, dtype, device, config, 2))
+        repeatedly(lambda: check_extra(shape, 128, 160, dtype, device, config, factor=0.5**0.5))
+        wide = shape._replace(ci=232)
+        mask = stored(dropped(device), (shape.n, shape.h, shape.w, 232))
+        repeatedly(lambda: check_grad(wide, None, dtype, device, "silu", config, mask))
+        repeatedly(lambda: check_grad(wide, 64, dtype, device, config=config))
+        check_grad(wide, None, dtype, device, "gelu", config)
+
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     def test_results_rounded_to_tf32(self, config, device):
         x, weight, bias, _, residual = forward_case(SHAPES["16x16"], torch.float32, device)
@@ -212,8 +234,13 @@ class TestGpu:
         check_stats(rounded, partials)
 
     def test_what_applies(self, device):
-        for name in ("16x16", "a tile", "an image of 8x8", "3 of 4x4", "48x48", "48x48 of 96"):
+        for name in ("16x16", "a tile", "an image of 8x8", "3 of 4x4", "48x48"):
             assert applying(SHAPES[name], torch.bfloat16, device) == TILES
+        for k, halves in ((96, True), (16, True), (160, True), (40, False), (104, False)):
+            shape = SHAPES["48x48"]._replace(ci=k)
+            found = applying(shape, torch.bfloat16, device)
+            assert found == (TILES + HALVES if halves else TILES)
+            assert applying(shape, torch.float32, device) == TILES
         for h, w in ((12, 32), (4, 128), (24, 24), (6, 16), (40, 40), (20, 20), (2, 4)):
             assert applying(Shape(1, h, w, 64, 64), torch.bfloat16, device) == TILES
         for shape in (SHAPES["64x64"], Shape(1, 16, 20, 64, 64)):
@@ -242,7 +269,7 @@ def applying(shape: Shape, dtype, device) -> list[tuple]:
 _SIDES = (2, 4, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64, 84, 96, 120, 128, 192)
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("tile", TILES + HALVES, ids=str)
 def test_as_many_tiles_as_partials(tile):
     """What allocates the sums of tiles counts them as the kernel does; tiles divide images, and
     shared memory has room for what is read while as much is written."""
@@ -261,5 +288,6 @@ def test_as_many_tiles_as_partials(tile):
             blocks, steps = tile_mma.rings(tile, images * columns, SHARED_LIMIT[90], tf32)
             pixels = blocks * (tile.block_m + 2 * images * columns) + (steps or 3 * blocks) * 64
             assert blocks >= 2 and steps != 1
-            assert (pixels + written) * 128 + 1024 <= SHARED_LIMIT[90]
+            used = pixels * tile.row_bytes + written * 128
+            assert used + 1024 <= SHARED_LIMIT[90]
     assert found > 200

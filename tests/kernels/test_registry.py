@@ -140,6 +140,23 @@ def test_a_configuration_that_is_not_listed_any_more_is_not_used(measured, caplo
     assert choose() == TILES[0]
 
 
+class Grown(NamedTuple):
+    size: int
+    warps: int
+    more: int = 1
+
+
+def test_a_row_that_is_older_than_a_field_has_its_default():
+    grown, old = Kernel("tile", Grown, lambda *_: None), {"size": 64, "warps": 4}
+    assert grown.meant(old, [Grown(64, 4, 2), Grown(64, 4)]) == Grown(64, 4)
+    assert grown.meant(old, [Grown(64, 4, 2)]) is None
+    assert grown.meant(old | {"more": 2}, [Grown(64, 4, 2)]) == Grown(64, 4, 2)
+    op = Op("op", ("size", "channels", "filters"), (grown,))
+    fields = "size", "channels", "filters"
+    assert op.wrong_names(fields, fields, "tile", old) is None
+    assert "needs warps" in op.wrong_names(fields, fields, "tile", {"size": 64})
+
+
 class TestOtherShapes:
     """What has been measured for a shape says something of those that are like it."""
 

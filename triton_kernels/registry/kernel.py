@@ -88,8 +88,13 @@ class Kernel(Generic[C]):
             us = self.cost(spec, gpu, config)
         return math.inf if us is None else us
 
+    def whole(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a row, with defaults of those that are newer than it."""
+        return self.config._field_defaults | row
+
     def meant(self, row: dict[str, Any], listed: Sequence[C]) -> C | None:
         """The configuration that a measured row names, if it is listed."""
+        row = self.whole(row)
         if set(row) != set(self.config._fields):
             return None  # the row is from another version of this package
         config = self.config(**row)
@@ -188,7 +193,7 @@ class Op:
             known = ", ".join(kernel.name for kernel in self.kernels)
             return f"kernel is {kernel!r}; {self.name} has {known}"
         return _misnamed(self.name, given, fields) or _misnamed(
-            f"the configuration of {kernel}", config, found.config._fields
+            f"the configuration of {kernel}", found.whole(config), found.config._fields
         )
 
 

@@ -88,10 +88,12 @@ class Operands(NamedTuple):
         self,
         read: Callable[[Tensor], "TensorDescriptor"],  # of pixels that are multiplied
         written: Callable[[Tensor], "TensorDescriptor | Tensor"],  # of y and what is beside it
-        box: tuple[int, int] | None = None,  # of a filter, [CO, CI]; None: all channels, 64 at most
+        # of a filter, [CO, CI], and of columns of `extra`; None: all channels, 64 at most
+        box: tuple[int, int] | None = None,
     ) -> list:
         """Descriptors and pointers in the order of the kernels' arguments."""
         beside = [written(other) for other in self.beside]
+        columns = 64 if box is None else box[1]
         if box is None:
             k = min(64, self.x.shape[3])
             box = (64, k) if self.activation is None else (k, 64)
@@ -99,7 +101,7 @@ class Operands(NamedTuple):
         for other, w1x1 in self.extra:
             co, c = w1x1.shape
             strides = [co * w1x1.stride(0), w1x1.stride(0), 1]
-            filters = in_boxes(w1x1, [1, co, c], strides, [1, 64, 128 // w1x1.itemsize])
+            filters = in_boxes(w1x1, [1, co, c], strides, [1, 64, columns])
             pairs += [read(other), filters]
         return [
             read(self.x),

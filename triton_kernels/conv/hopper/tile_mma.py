@@ -13,7 +13,9 @@ With small tiles, most of the time goes into waiting for filters. There the thre
 are stored with the block, under one barrier.
 
 Channels are cut into blocks of 128 bytes: 64, or 32 in TF32. If the last block has fewer, TMA reads
-zeros for the missing channels, and does not write them.
+zeros for the missing channels, and does not write them. Blocks of 64 bytes are for channels of
+which the last block would be half empty or more: zeros are multiplied like other numbers, and TMA
+takes longer to write a row with some of them than a whole one.
 
 In TF32 a tile of the result, and what lies beside it, would need twice the shared memory. They go
 between registers and memory instead: a warp has 8 channels of a pixel at a time, a sector. Operands
@@ -59,6 +61,7 @@ class TileMma(NamedTuple):
 
     block_m: int  # pixels of a tile
     filters_with_pixels: bool  # three filters are stored with each block of pixels
+    row_bytes: int = 128  # of a pixel's channels in a block
     rows = 1  # tiles one below the other
 
 
@@ -69,12 +72,14 @@ TILES = (
     TileMma(64, False),
     TileMma(64, True),
 )
+# Of 16 bits, for channels of which half of a last block, or more, would be zeros. Others never won.
+HALVES = (TileMma(256, False, 64), TileMma(128, True, 64), TileMma(64, True, 64))
 
 CHANNELS = 64  # of a tile
-_ROW = 128  # bytes of a pixel's channels in a block
 _CHUNK = 8  # pixels of shared memory, at multiples of which a product begins
 _WHOLE = (4, 8, 16, 32, 64)  # row lengths of which a tile takes whole rows
 _COLUMNS = (32, 16, 8, 4, 64)  # of a tile in other images: the first that divides the row
+_MANY_ZEROS = 1 / 12  # of a sum: with fewer, twice as many steps take longer, see docs/costs.md
 _LEAST_PIXELS = 16  # of each image of a tile, since each image has sums of its own
 # Registers per thread of the warpgroups that multiply, by the pixels of a tile: multiples of 24.
 # Three warpgroups count; with 240 they have all registers of a multiprocessor, so no program of
@@ -93,7 +98,21 @@ def refuse(spec: ConvSpec, gpu: Device, ragged: bool = True) -> str | None:
 
 def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:
     """The tiles that `launch` can use."""
-    return [tile for tile in TILES if box_of(tile, spec.h, spec.w) is not None]
+    tiles = (*TILES, *HALVES) if _takes_halves(spec) else TILES
+    return [tile for tile in tiles if box_of(tile, spec.h, spec.w) is not None]
+
+
+def _takes_halves(spec: ConvSpec) -> bool:
+    """Whether half of the last block, or more, would be zeros, and they are many beside the sum.
+    (What straddles two tensors fills a slot of whole blocks.)"""
+    zeros = -spec.k % CHANNELS
+    many = zeros >= CHANNELS // 2 and zeros >= _MANY_ZEROS * spec.k
+    return many and spec.itemsize == 2 and not _straddles(spec)
+
+
+def _straddles(spec: ConvSpec) -> bool:
+    """Whether a tile has channels of both tensors that x concatenates."""
+    return spec.first is not None and spec.first < spec.c and spec.first % CHANNELS > 0
 
 
 def launch(
@@ -117,7 +136,8 @@ def launch(
     count = -(-n // images) * tiles * -(-c // 64)
     blocks, steps = rings(config, images * width, device.shared_memory, tf32)
     overlap = following(where) if operands.follows else overlapping(where, 0)
-    channels = _ROW // operands.x.itemsize
+    channels = config.row_bytes // operands.x.itemsize
+    box = (channels, CHANNELS) if operands.activation and not tf32 else (CHANNELS, channels)
     assert operands.partials is None or operands.partials.shape[1] == tiles
     read = partial(in_rows, rows=2, images=images, width=width, channels=channels)
     written = _pointer if tf32 else partial(in_rows, rows=rows, images=images, width=width)
@@ -136,7 +156,7 @@ def launch(
     act, group, keep = then
     ragged = c % CHANNELS > 0 or any(x % channels for x in (k, *operands.extra_channels))
     conv_tile_mma_kernel[(min(count, device.num_sms),)](
-        *operands.tensors(read, written, (CHANNELS, channels)),
+        *operands.tensors(read, written, box),
         *vectors,
         kept,
         kept_factor,
@@ -185,18 +205,19 @@ def rings(config: TileMma, width: int, shared_memory: int, tf32: bool) -> tuple[
     """Slots of the ring of blocks of pixels, and of the ring of filters of one tap, that fit shared
     memory, in 16 bits with two tiles of the result. Three filters use one block, and neither ring
     should wait for the other. 0 filters: the filters are stored with the blocks."""
-    pixels = config.block_m
-    left = shared_memory - BESIDE_BUFFERS - (0 if tf32 else 2 * pixels * _ROW)
-    block, tap = (pixels + 2 * width) * _ROW, CHANNELS * _ROW
+    pixels, times = config.block_m, 128 // config.row_bytes
+    left = shared_memory - BESIDE_BUFFERS - (0 if tf32 else 2 * pixels * 128)
+    block, tap = (pixels + 2 * width) * config.row_bytes, CHANNELS * config.row_bytes
 
     if config.filters_with_pixels:
-        return min(6, left // (block + 3 * tap)), 0
+        return min(6 * times, left // (block + 3 * tap)), 0
 
     def ahead(blocks: int) -> int:
         return min(3 * (blocks - 1), (left - blocks * block) // tap)
 
-    blocks = max((b for b in range(2, 5) if left - b * block >= 2 * tap), key=ahead)
-    return blocks, min(8, (left - blocks * block) // tap)
+    counts = (b for b in range(2, 4 * times + 1) if left - b * block >= 2 * tap)
+    blocks = max(counts, key=ahead)
+    return blocks, min(8 * times, (left - blocks * block) // tap)
 
 
 def cut(pixels: int, h: int, w: int) -> tuple[int, int] | None:
@@ -236,13 +257,13 @@ def in_rows(
 def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
     """The work of its programs; each of two warpgroups has a tile."""
     images, rows, width = box_of(c, spec.h, spec.w)
-    blocks_c, size = -(-spec.c // CHANNELS), _ROW // spec.itemsize
+    blocks_c, size = -(-spec.c // CHANNELS), c.row_bytes // spec.itemsize
     # (channels, rows of pixels per block of channels, rows of filters per block of channels)
     read = [(spec.k, 3 * (c.block_m + 2 * images * width), 9 * CHANNELS)]
     read += [(k, c.block_m, CHANNELS) for k in spec.extra]
     blocks = -(-spec.k // size)
     extra = sum(-(-k // size) for k in spec.extra)
-    straddling = spec.first is not None and spec.first < spec.c and spec.first % CHANNELS > 0
+    straddling = _straddles(spec)
     of_blocks = sum(-(-k // size) * (pixels + filters) for k, pixels, filters in read)
     beyond = 1 - spec.c / (CHANNELS * blocks_c)
     return Work(
@@ -250,7 +271,7 @@ def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
         resident=2,
         # in TF32 a block that is rounded takes as long as two that are not
         products=CHANNELS * size * c.block_m * (9 * blocks + extra * spec.itemsize // 2),
-        fetched=_ROW * (of_blocks + straddling * c.block_m),
+        fetched=c.row_bytes * (of_blocks + straddling * c.block_m),
         steps=3 * blocks + extra + straddling,
         written=CHANNELS * c.block_m,
         memory=spec.bytes,

@@ -19,14 +19,7 @@ from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs_alone
 from ...tf32 import as_operand
 from .tile_epilogue import Beside, Terms, blocks_of
-from .tile_mma_loop import (
-    Blocks,
-    Tiles,
-    block_chunks,
-    channels_of_block,
-    pixels_from,
-    place_of_filter,
-)
+from .tile_mma_loop import Blocks, Tiles, block_chunks, pixels_from, place_of_filter, swizzled
 from .tile_multiply import Dropout, Results, ThenNorm, multiply_tiles
 
 
@@ -66,7 +59,7 @@ class _Products:
         if self.extra.x1_desc is not None:
             for _ in range(self.extra.blocks):
                 stage = blocks.x.wait(block)
-                if self.CHANNELS == 32:
+                if blocks.w_bufs.dtype == gl.float32:
                     _round_pixels(blocks, stage)
                 if blocks.w is None:
                     slot = stage * 3
@@ -103,9 +96,11 @@ def _round_pixels(blocks, stage):
 def _wait_for_slot(blocks, block, HALO: gl.constexpr, FILTERS: gl.constexpr):
     """Acquire the next slot for the rows of a tile. HALO = 1: with a row above and one below. The
     barrier also counts FILTERS filters if they are stored with the pixels."""
-    BYTES: gl.constexpr = (blocks.PIXELS + 2 * HALO * blocks.WIDTH) * 128
+    x_bufs = blocks.x.bufs
+    ROW: gl.constexpr = x_bufs.shape[2] * x_bufs.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = (blocks.PIXELS + 2 * HALO * blocks.WIDTH) * ROW
     if blocks.w is None:
-        return blocks.x.acquire(block, BYTES + FILTERS * 64 * 128)
+        return blocks.x.acquire(block, BYTES + FILTERS * 64 * ROW)
     else:
         return blocks.x.acquire(block, BYTES)
 
@@ -113,7 +108,7 @@ def _wait_for_slot(blocks, block, HALO: gl.constexpr, FILTERS: gl.constexpr):
 @gluon.jit
 def _load_pixels(x_desc, blocks, tiles, stage, bar, n0, h0, w0, k0, HALO: gl.constexpr):
     """Load the rows of a tile into their slot."""
-    BOX: gl.constexpr = [2, tiles.IMAGES, tiles.W, channels_of_block(x_desc.dtype)]
+    BOX: gl.constexpr = [2, tiles.IMAGES, tiles.W, blocks.x.bufs.shape[2]]
     for j in gl.static_range((tiles.ROWS + 2 * HALO) // 2):
         to = pixels_from(blocks, stage, j * (blocks.WIDTH // 4), BOX)
         tma_load(x_desc, [h0 + 2 * j - HALO, n0, w0, k0], bar, to)
@@ -129,7 +124,7 @@ def _load_filters(w_desc, blocks, stage, bar, s, k0, c0):
 
 @gluon.jit
 def _load_pointwise(x_desc, w_desc, blocks, tiles, block, step, n0, h0, w0, c0, C):
-    for k0 in range(0, C, channels_of_block(x_desc.dtype)):
+    for k0 in range(0, C, blocks.x.bufs.shape[2]):
         stage, bar = _wait_for_slot(blocks, block, 0, 1)
         _load_pixels(x_desc, blocks, tiles, stage, bar, n0, h0, w0, k0, 0)
         if blocks.w is None:
@@ -157,7 +152,7 @@ def _load(
 ):  # fmt: skip
     # if filters are there, load the first ones before the wait
     EARLY: gl.constexpr = OVERLAP and FILTERS and blocks.w is None
-    CHANNELS: gl.constexpr = channels_of_block(x_desc.dtype)
+    CHANNELS: gl.constexpr = blocks.x.bufs.shape[2]
     if OVERLAP and not EARLY:
         await_inputs_alone()
     block = 0
@@ -198,13 +193,13 @@ def _load(
 
 @gluon.jit(do_not_specialize=["N", "H"])
 def conv_tile_mma_kernel(
-    x_desc,  # [H, N, W, K] in boxes [2, IMAGES, W, 64], or 32 in TF32: x, or dy
-    w_desc,  # [9, CO, CI] in boxes [1, 64, 64]; in TF32 [9, C, K] in boxes [1, 64, 32]
+    x_desc,  # [H, N, W, K] in boxes [2, IMAGES, W, channels of a block]: x, or dy
+    w_desc,  # [9, CO, CI] in boxes [1, 64, channels of a block], DGRAD the other way round
     beside1,  # as y, or None: residual; DGRAD: x
     beside2,  # the second of two tensors that x concatenates, or None
     y,  # [H, N, W, C] in boxes [ROWS, IMAGES, W, 64], in TF32 [N, H, W, C]: y, or dz
     extra1_desc,  # [H, N, W, C1] in boxes as x_desc, or None
-    extra1_w_desc,  # [1, C, C1] in boxes [1, 64, 64], or 32 in TF32
+    extra1_w_desc,  # [1, C, C1] in boxes [1, 64, channels of a block]
     extra2_desc,  # a second such pair, or None
     extra2_w_desc,
     vectors_ptr,  # float32: bias [C]; DGRAD: table [N, 4, C]
@@ -249,12 +244,12 @@ def conv_tile_mma_kernel(
 ):
     dtype: gl.constexpr = x_desc.dtype
     BITS: gl.constexpr = dtype.primitive_bitwidth
-    CHANNELS: gl.constexpr = channels_of_block(dtype)
-    MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, BITS)
+    CHANNELS: gl.constexpr = x_desc.block_type.shape[3]  # of a block
     WIDTH: gl.constexpr = IMAGES * W
     CHUNKS: gl.constexpr = block_chunks(ROWS * WIDTH, WIDTH)
-    x_bufs = allocate_for_views(dtype, [BLOCKS * CHUNKS, 8, CHANNELS], MATRIX)
-    slots: gl.constexpr = [STEPS or 3 * BLOCKS, 1, 64, CHANNELS]
+    chunks: gl.constexpr = [BLOCKS * CHUNKS, 8, CHANNELS]
+    x_bufs = allocate_for_views(dtype, chunks, swizzled([8, CHANNELS], dtype))
+    slots: gl.constexpr = [STEPS or 3 * BLOCKS] + w_desc.block_type.shape
     w_bufs = gl.allocate_shared_memory(dtype, slots, w_desc.layout)
     stages = None
     if BITS == 16:

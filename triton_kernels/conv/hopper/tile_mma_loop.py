@@ -1,8 +1,8 @@
 """The main loop of `tile_mma` and `upsampled`: 3x3 filters over blocks of pixels.
 
-A block has 64 channels (32 in TF32) of the pixels of a tile, and of the row above and the row
-below it, moved by one column. The three taps of that column of the filter read the block from
-different rows on, so one fetch serves three products. Filters of one tap, 64 by 64, have a ring of
+A block has 64 channels (32 in TF32), or half as many, of the pixels of a tile, and of the row above
+and the row below it, moved by one column. The three taps of that column of the filter read the
+block from different rows on, so one fetch serves three products. Filters of one tap have a ring of
 their own. Two warpgroups take turns (`turns`), and the rings hold the blocks of one warpgroup's
 tile and then those of the other's.
 """
@@ -22,17 +22,17 @@ def block_chunks(pixels, width):
 
 
 @gluon.constexpr_function
-def channels_of_block(dtype):
-    """Channels of a block: as many as 128 bytes have."""
-    return 1024 // dtype.primitive_bitwidth
+def swizzled(shape, dtype):
+    """The layout of shared memory whose rows have as many bytes as the last dimension."""
+    bits = dtype.primitive_bitwidth
+    return gl.NVMMASharedLayout(shape[-1] * bits // 8, bits, rank=len(shape))
 
 
 @gluon.jit
 def pixels_from(blocks, stage, chunk: gl.constexpr, shape: gl.constexpr):
-    """A view of a block from a chunk on. The last dimension of the shape has 128 bytes."""
+    """A view of a block from a chunk on. The last dimension of the shape is a pixel's channels."""
     x_bufs = blocks.x.bufs
-    BITS: gl.constexpr = x_bufs.dtype.primitive_bitwidth
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, BITS, rank=len(shape))
+    LAYOUT: gl.constexpr = swizzled(shape, x_bufs.dtype)
     CHUNKS: gl.constexpr = blocks.CHUNKS
     return view_from(x_bufs, stage * CHUNKS, shape, LAYOUT, chunk, CHUNKS)
 
@@ -100,7 +100,7 @@ class Blocks:
     """The operands of the products: a ring of blocks of pixels, and a ring of filters."""
 
     x: Ring
-    w_bufs: gl.shared_memory_descriptor  # [., 1, 64, channels of a block]
+    w_bufs: gl.shared_memory_descriptor  # [., 1, 64, channels of a block], or TRANSPOSED
     w: Ring  # of filters of one tap; None: each block of pixels comes with FILTERS filters
     FILTERS: gl.constexpr
     CHUNKS: gl.constexpr  # chunks of 8 pixels of a block
@@ -110,17 +110,19 @@ class Blocks:
 
     @gluon.jit
     def load_filter(self, w_desc, tap, row, column, step):
-        """Load the filter [64, 64] of a tap, from (row, column) on, into the next slot."""
-        slot, bar = self.w.acquire(step, 64 * 128)
+        """Load the filter of a tap, from (row, column) on, into the next slot."""
+        SHAPE: gl.constexpr = self.w_bufs.shape
+        BYTES: gl.constexpr = SHAPE[2] * SHAPE[3] * self.w_bufs.dtype.primitive_bitwidth // 8
+        slot, bar = self.w.acquire(step, BYTES)
         tma_load(w_desc, [tap, row, column], bar, self.w_bufs.index(slot))
 
     @gluon.jit
     def multiply_tap(self, acc, stage, chunk: gl.constexpr, slot, TRANSPOSED: gl.constexpr):
         """Issue the product of one tap, without waiting for it."""
-        BITS: gl.constexpr = self.w_bufs.dtype.primitive_bitwidth
-        CHANNELS: gl.constexpr = channels_of_block(self.w_bufs.dtype)
+        CHANNELS: gl.constexpr = self.x.bufs.shape[2]
+        FILTER: gl.constexpr = [self.w_bufs.shape[2], self.w_bufs.shape[3]]
         w = self.w_bufs.index(slot)
-        w = reinterpret(w, w.dtype, [64, CHANNELS], gl.NVMMASharedLayout(128, BITS))
+        w = reinterpret(w, w.dtype, FILTER, swizzled(FILTER, w.dtype))
         if TRANSPOSED:
             w = w.permute((1, 0))
         x = pixels_from(self, stage, chunk, [self.PIXELS, CHANNELS]).permute((1, 0))
