@@ -6,7 +6,7 @@ something else in each call, which no plan does.
 """
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -78,7 +78,8 @@ def refuse_shown(found: Recording) -> None:
         gc.collect()
     calls = [count for made, count in found.made if made() is not None]
     found.made = []
-    if calls and not any(map(holds_tensors, leaves(found.result))):  # which the result's may be
+    result = leaves(found.result)  # of which some objects have them, and are refused themselves
+    if calls and not any(isinstance(x, Iterator) or holds_tensors(x) for x in result):
         source = found.calls[max(calls[0] - 1, 0)].source
         raise PlanError(
             "the forward keeps a tensor outside of the module's attributes, where a plan puts none;"
