@@ -21,7 +21,6 @@ from .rounding import round_operands
 from .schedule import Schedule, schedule
 from .together import casts_together, sums_together
 from .trace import Traced, trace
-from .transposed import transposed_together
 
 
 @dataclass(eq=False)
@@ -128,10 +127,7 @@ def plan(
     start -= casts_together(graph)
     if backward is None:
         return evaluated(traced)
-    behind = graph.nodes[start:]
-    if kernels is not None:
-        behind = transposed_together(graph, behind, kernels[1])
-    moves = forward_moves(graph.nodes[:start]), backward_moves(behind)
+    moves = forward_moves(graph.nodes[:start]), backward_moves(graph.nodes[start:])
     made = schedule(graph, *moves, backward.grads.values())
     graph.nodes = made.nodes
     graph.rename()

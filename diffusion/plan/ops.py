@@ -61,7 +61,6 @@ FUSED = {
     "casts": "x0, x1, ... in another dtype, or `parts` of them side by side: parameters of a call",
     "bias_grads": "sums of rows0, rows1, ...: of each result its rows and first column, as `parts`",
     "rounded": "x0, x1, ... to TF32, as y0, y1, ...: parameters, once in a call",
-    "transposed_filters": "x0, x1, ... as input gradients in TF32 read them, as y0, y1, ...",
     "weight_grads": "conv_dw or linear_dw of x0, dy0, x1, dy1, ... of one size, as y0, y1, ...",
     "columns": "channels start to stop, where they lie: rows are further apart",
     "pad_channels": "zeros behind the channels, up to `width`, in another dtype",

@@ -146,7 +146,6 @@ EXPECTED: dict[str, Expect | list[tuple[dict[str, Any], Expect]]] = {
     "_pointwise_wgrad_kernel": _NONE,
     "_skip_dx_kernel": [(_EXACT, _REGISTERS), ({}, _SHARED)],
     "_split_kernel": Expect(wgmma=False, tma=False),
-    "_transpose_filters_kernel": Expect(wgmma=False, tma=False),
     "_transpose_weights_kernel": Expect(wgmma=False, tma=False),
 }
 

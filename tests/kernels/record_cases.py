@@ -331,8 +331,6 @@ def _small_ops() -> None:
     losses, t, counts = torch.empty(4), torch.zeros(4, dtype=torch.int64), torch.empty(1000)
     ends = record_losses(losses, t, torch.empty(10, 1000), counts.to(torch.int32))
     draw_weighted_timesteps(rng, 4, ends)
-    weights = torch.empty(2, 64, 3, 3, 64).permute(0, 1, 4, 2, 3)
-    triton_kernels.fused_ops.transposed_filters(list(weights))
 
 
 def as_case(launch: Launch, arch: int) -> dict[str, Any]:

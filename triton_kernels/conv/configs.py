@@ -54,7 +54,6 @@ class ConvOperands(NamedTuple):
     dgrad: bool  # an input gradient
     add: Tensor | None = None  # as y: added to it
     follows: bool = False  # the previous kernel prepares the filters
-    transposed: Tensor | None = None  # the filters, as kernels with `transposes` read them
 
 
 class WgradOperands(NamedTuple):

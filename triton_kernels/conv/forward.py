@@ -21,7 +21,7 @@ from .configs import ConvOperands
 from .hopper import linear_mma, unfused_1x1, unfused_3x3
 from .plain import gather, im2col_fwd, linear_tf32x3, pointer, tf32x3, tma, tma_stride
 from .plain.tma_boxes import unaddressable
-from .plain.transpose_weights import with_transposed
+from .plain.transpose_weights import transpose_weights
 
 _KEY = ("h", "w", "k", "p", "q", "c", "r", "s", "stride", "dtype")
 
@@ -57,8 +57,8 @@ def _refuse_transposing(spec: ConvSpec, gpu: Device) -> str | None:
 def _transpose_first(config: TransposeFirst, operands: ConvOperands) -> None:
     r, s = operands.weight.shape[2:]
     padding = (r - 1 - operands.padding[0], s - 1 - operands.padding[1])
-    forward = {"weight": operands.transposed, "transposed": None, "dgrad": False}
-    launch(operands._replace(padding=padding, **forward))
+    filters = transpose_weights(operands.weight, 1)[0]
+    launch(operands._replace(weight=filters, padding=padding, dgrad=False, follows=True))
 
 
 INPUT_GRAD = Op(
@@ -75,7 +75,6 @@ INPUT_GRAD = Op(
             _refuse_transposing,
             cost=lambda spec, gpu, config: tma.best_cost(spec, gpu),
             launch=_transpose_first,
-            transposes=lambda spec: True,
         ),
         tma_stride.INPUT_GRAD,
         pointer.PLAIN_INPUT_GRAD,
@@ -89,29 +88,16 @@ INPUT_GRAD = Op(
 def launch(operands: ConvOperands, config: tuple | None = None) -> None:
     """Compute `y` of the operands, with a configuration of a kernel of `FORWARD` or `INPUT_GRAD`,
     or with the fastest."""
-    op, spec = INPUT_GRAD if operands.dgrad else FORWARD, spec_of(operands)
-
-    def run(c: tuple, y: Tensor | None = None) -> Tensor:
-        y = torch.empty_like(operands.y) if y is None else y
-        kernel = op.kernel_of(c)
-        kernel.launch(c, with_transposed(operands._replace(y=y), kernel, spec))
-        return y
-
+    op = INPUT_GRAD if operands.dgrad else FORWARD
     if config is None:
-        config = select(op, spec, describe(operands.x.device), run).config
-    run(config, operands.y)
 
+        def run(c: tuple) -> Tensor:
+            out = torch.empty_like(operands.y)
+            op.kernel_of(c).launch(c, operands._replace(y=out))
+            return out
 
-def grad_spec(
-    dy: Tensor,  # [N, P, Q, CO]
-    weight: Tensor,  # [CO, CI, R, S]
-    size: tuple[int, int],  # of dx
-    stride: int,
-    padding: tuple[int, int],
-) -> ConvSpec:
-    """What `launch` is asked for by the input gradient of such tensors, in TF32 if it can be."""
-    dx = dy.new_empty((len(dy), *size, weight.shape[1]))
-    return spec_of(ConvOperands(dy, weight, None, dx, stride, padding, "tf32", True))
+        config = select(op, spec_of(operands), describe(operands.x.device), run).config
+    op.kernel_of(config).launch(config, operands)
 
 
 def spec_of(operands: ConvOperands) -> ConvSpec:

@@ -40,9 +40,8 @@ from .hopper import linear_mma, narrow, row_mma, tile_mma
 from .hopper.operands import Operands
 from .plain import fused_launch, fused_tiles, pointer
 from .plain.fused_tiles import box_of, piece_of, summed_box
-from .plain.tma import Config, transposes_first
+from .plain.tma import Config
 from .plain.tma_boxes import boxes_of_image
-from .plain.transpose_weights import with_transposed
 
 _FWD_CONFIGS = [
     Config(64, 64, 64, 4, 4),
@@ -79,11 +78,6 @@ _SPLIT_CONFIGS = [Config(64, 128, 32, 4, 2), Config(64, 64, 32, 4, 3), Config(64
 _SPLITTING_CONFIGS = [Config(64, 64, 32, 4, 4)]
 
 
-def _transposes(spec: ConvSpec) -> bool:
-    """Rows of the copy are multiples of 16 bytes."""
-    return spec.activation is not None and transposes_first(spec) and spec.of_filters[0] % 4 == 0
-
-
 def _tma(configs: list[Config], launch: Callable[..., None], adds: tuple[str, ...]) -> Kernel:
     """The kernel that TMA fetches for, of one pass."""
 
@@ -101,7 +95,6 @@ def _tma(configs: list[Config], launch: Callable[..., None], adds: tuple[str, ..
         fused_tiles.work,
         ("num_warps", "rows", "pointwise"),
         adds=adds,
-        transposes=_transposes,
     )
 
 
@@ -205,7 +198,6 @@ def conv_input_grad(
     activation: str,  # of `activations`
     mask: Mask | None = None,
     allow_tf32: bool = True,
-    transposed: Tensor | None = None,  # of `transposed_filters`; None: made here if it is read
     config: tuple | None = None,  # of a kernel of `INPUT_GRAD`
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, CI]; float32 [N, K, 2, CI]
     """dz of a = act(z), z = (x - mean) rstd g + b, from the gradient dy of conv(a), or of
@@ -213,17 +205,19 @@ def conv_input_grad(
     dz (x - mean) rstd, before dz is rounded."""
     check_activation(activation)
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    n, h, w, _ = dy.shape
-    ci = weight.shape[1]
+    n, h, w, k = dy.shape
+    co, ci, r, s = weight.shape
     _check(weight, dy, *inputs)
     assert sum(x.shape[3] for x in inputs) == ci and len(inputs) <= 2
     assert table.shape == (n, 4, ci) and table.is_contiguous()
     dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
-    dropped, drawn = mask is not None, mask is not None and mask.words is None
-    spec = input_grad_spec(dy, weight, inputs[0], activation, dropped, drawn, allow_tf32)
     if config is None:
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
-        rest |= {"allow_tf32": allow_tf32, "transposed": transposed}
+        rest["allow_tf32"] = allow_tf32
+        dtype, first = dtype_name(dy.dtype, allow_tf32), inputs[0].shape[3]
+        added = {"activation": activation, "mask": mask is not None}
+        added["drawn"] = mask is not None and mask.words is None
+        spec = ConvSpec(n, dtype, h, w, k, ci, r, s, filters=(co, ci), first=first, **added)
 
         def run(c: tuple) -> Tensor:
             return conv_input_grad(dy, weight, **rest, config=c)[0]
@@ -233,27 +227,9 @@ def conv_input_grad(
     partials = _partials(boxes_of_image(piece, h, w), dz)
     if n:
         given = Operands(dy, weight, dz, table, partials, inputs, activation=activation, mask=mask)
-        precision, kernel = precision_of(dy.dtype, allow_tf32), INPUT_GRAD.kernel_of(config)
-        given = given._replace(precision=precision, transposed=transposed)
-        kernel.launch(config, with_transposed(given, kernel, spec))
+        given = given._replace(precision=precision_of(dy.dtype, allow_tf32))
+        INPUT_GRAD.kernel_of(config).launch(config, given)
     return dz, partials
-
-
-def input_grad_spec(
-    dy: Tensor,  # this and the next two as `conv_input_grad` has them
-    weight: Tensor,
-    x: Tensor,  # the first of the inputs
-    activation: str,
-    mask: bool,  # whether there is one
-    drawn: bool,  # by the launch, and not read
-    allow_tf32: bool = True,
-) -> ConvSpec:
-    """What `conv_input_grad` computes of such tensors."""
-    n, h, w, k = dy.shape
-    co, ci, r, s = weight.shape
-    size = n, dtype_name(dy.dtype, allow_tf32), h, w, k, ci, r, s
-    added = {"activation": activation, "mask": mask, "drawn": drawn}
-    return ConvSpec(*size, filters=(co, ci), first=x.shape[3], **added)
 
 
 def conv_plain_input_grad(
@@ -262,7 +238,6 @@ def conv_plain_input_grad(
     config: tuple | None = None,  # of a kernel of `forward.INPUT_GRAD`
     *,
     allow_tf32: bool = True,
-    transposed: Tensor | None = None,  # as in `conv_input_grad`
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x of conv(x)."""
     _check(weight, dy)
@@ -270,8 +245,7 @@ def conv_plain_input_grad(
     dx = _empty((*dy.shape[:3], ci), dtype=dy.dtype, device=dy.device)
     if dx.numel():
         padding, precision = (r // 2, s // 2), precision_of(dy.dtype, allow_tf32)
-        given = ConvOperands(dy, weight, None, dx, 1, padding, precision, True)
-        forward.launch(given._replace(transposed=transposed), config)
+        forward.launch(ConvOperands(dy, weight, None, dx, 1, padding, precision, True), config)
     return dx
 
 

@@ -43,7 +43,6 @@ def conv_down_input_grad(
     add: Tensor | None = None,  # [N, H, W, CI]
     *,
     allow_tf32: bool = True,
-    transposed: Tensor | None = None,  # as in `conv.fused.conv_input_grad`
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x, plus `add`, rounded once."""
     n, p, q, _ = dy.shape
@@ -52,8 +51,7 @@ def conv_down_input_grad(
     assert add is None or (add.shape == dx.shape and add.is_contiguous())
     if dx.numel():
         precision = precision_of(dy.dtype, allow_tf32)
-        given = ConvOperands(dy, weight, None, dx, 2, (padding,) * 2, precision, True, add)
-        launch(given._replace(transposed=transposed))
+        launch(ConvOperands(dy, weight, None, dx, 2, (padding,) * 2, precision, True, add))
     return dx
 
 

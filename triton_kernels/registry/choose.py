@@ -94,12 +94,6 @@ def expected(op: Op, spec: Spec, gpu: Device) -> float | None:
     return choice.kernel.model(spec, gpu, choice.config)
 
 
-def transposes(op: Op, spec: Spec, gpu: Device) -> bool:
-    """Whether what would be taken multiplies a transposed copy of the filters. Nobody is told that
-    it was asked."""
-    return _select(op, spec, gpu).kernel.transposes(spec)
-
-
 def listed(op: Op, spec: Spec, gpu: Device, untimed: bool = False) -> list[tuple[Kernel, tuple]]:
     """Every kernel that can do it, with every configuration; `untimed`: also where nobody has
     measured that it pays, to measure that."""

@@ -57,9 +57,6 @@ class Kernel(Generic[C]):
     # why it is not taken though it can compute this: no measurement shows that it is faster
     untimed: Callable[[Spec, Device], str | None] | None = None
     adds: tuple[str, ...] = ()  # terms of its epilogue, from `spec.TERMS`; it refuses all others
-    # whether it multiplies a copy of the filters (`conv.plain.transpose_weights`), for which a plan
-    # asks, so that it is there; else it is made in front of the launch
-    transposes: Callable[[Spec], bool] = lambda spec: False
 
     def __post_init__(self) -> None:
         if self.configs is None:

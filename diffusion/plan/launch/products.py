@@ -5,10 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from triton_kernels.attention.tiles import MAX_HEAD_DIM
-from triton_kernels.conv.forward import INPUT_GRAD as PLAIN_INPUT_GRAD, grad_spec
-from triton_kernels.conv.fused import INPUT_GRAD, input_grad_spec
-from triton_kernels.registry.kernel import Op
-from triton_kernels.registry.spec import ConvSpec
 
 from ..graph import Node, Value, many
 from ..ops import MEMORY, PARTS
@@ -101,46 +97,11 @@ def _cut(node: Node) -> tuple[tuple[int, int, int, int], tuple[int, int], tuple[
     return (0,) * 4, stride, (y0, x0)
 
 
-def asked(node: Node) -> tuple[Op, ConvSpec] | None:
-    """What the rows below ask the registry for by an input gradient that may read transposed
-    filters: `plan.transposed`."""
-    if node.op not in ("conv_input_grad", "conv_dx", "linear_dx", "conv_down_dx"):
-        return None
-    dy, weight, *xs = (
-        torch.empty(value.shape, device="meta", dtype=value.dtype)
-        for value in (node.inputs["dy"], node.inputs["weight"], *node.many("x"))
-    )
-    weight, (r, s) = as_filters(weight), node.inputs["weight"].shape[2:] or (1, 1)
-    if node.op == "conv_input_grad":
-        dropped = "rng" in node.inputs
-        drops = node.attrs["activation"], dropped, dropped and "words" not in node.inputs
-        return INPUT_GRAD, input_grad_spec(_rows(dy), weight, _rows(xs[0]), *drops)
-    if node.op == "conv_down_dx":
-        how = node.out.shape[1:3], 2, (node.attrs["padding"],) * 2
-    elif dy.ndim == 4 and node.keeps_size:
-        how = dy.shape[1:3], 1, (r // 2, s // 2)
-    else:
-        return None
-    return PLAIN_INPUT_GRAD, grad_spec(dy, weight, *how)
-
-
-@launches("transposed_filters")
-def _transposed_filters(run, node, given):
-    made = run.kernels.transposed_filters([filters(x) for x in given.values()])
-    return dict(zip(node.outputs, made, strict=True))
-
-
-def _transposed(given: Inputs) -> Inputs:
-    """The copy, if there is one."""
-    return {role: x for role, x in given.items() if role == "transposed"}
-
-
 @launches("conv_dx", "linear_dx")
 def _product_dx(run, node, given):
     dy, weight = given["dy"], given["weight"]
     if dy.ndim == 4 and node.keeps_size:
-        operands = dy, filters(weight)
-        return run.of(node).conv_plain_input_grad(*operands, **_transposed(given))
+        return run.of(node).conv_plain_input_grad(dy, filters(weight))
     if node.op == "linear_dx":
         y = _conv2d(run, _rows(dy), as_filters(weight.T), None, tf32=node.tf32)
         return y.view(node.out.shape)
@@ -165,7 +126,6 @@ def _conv_input_grad(run, node, given):
         table=given["table"],
         activation=node.attrs["activation"],
         mask=mask_of(node, given),
-        **_transposed(given),
     )
     return {"dz": dz.view(node.out.shape), "partials": partials}
 
@@ -173,8 +133,7 @@ def _conv_input_grad(run, node, given):
 @launches("conv_down_dx")
 def _conv_down_dx(run, node, given):
     tensors, add = (given["dy"], filters(given["weight"])), given.get("add")
-    padding, copy = node.attrs["padding"], _transposed(given)
-    return run.kernels.conv_down_input_grad(*tensors, padding, add, **copy)
+    return run.kernels.conv_down_input_grad(*tensors, node.attrs["padding"], add)
 
 
 @launches("conv_dw", "linear_dw")

@@ -9,7 +9,7 @@ from ..graph import Value
 from ..launch.table import Kernels, launcher_of
 from ..moves import Move
 from .kernels import HOST, dry_run, noting, starts
-from .memory import ACTIVATIONS, LAUNCHES, ROWS, TRANSPOSED, Allocations, Memory
+from .memory import ACTIVATIONS, LAUNCHES, ROWS, Allocations, Memory
 
 
 def call_memory(plan: Plan, gpu: Chip, ops: Kernels) -> Memory:
@@ -18,15 +18,12 @@ def call_memory(plan: Plan, gpu: Chip, ops: Kernels) -> Memory:
     graph, back = plan.graph, plan.backward
     kept = {*graph.outputs, *(() if back is None else back.grads.values())}
     found: dict[bool, set[int]] = {True: set(), False: set()}  # of what is kept; of other values
-    copies: set[int] = set()  # of filters
     launcher, tables = launcher_of(ops), {}
 
     def watch(move: Move, values: dict[Value, Tensor]) -> None:
         for value in move.made:
             if value in values:
                 found[value in kept] |= counted.numbers((values[value],))
-        if [node.op for node in move.nodes] == ["transposed_filters"]:
-            copies.update(counted.numbers(values[value] for value in move.made))
         if move.nodes:
             counted.has_made(move.nodes[0].out.name)
 
@@ -40,11 +37,9 @@ def call_memory(plan: Plan, gpu: Chip, ops: Kernels) -> Memory:
     results, others = found[True] - rows, found[False] - found[True] - rows
     parts = {
         "parameters": sum(v.bytes for v in (*graph.parameters.values(), *graph.constants)),
-        ACTIVATIONS: counted.at_peak(others - copies),
+        ACTIVATIONS: counted.at_peak(others),
         "results, and gradients of parameters": counted.at_peak(results),
         ROWS: counted.at_peak(rows),
         LAUNCHES: counted.peak - counted.at_peak(others | results | rows),
     }
-    if copies:
-        parts[TRANSPOSED] = counted.at_peak(copies)
     return Memory("a call", "its inputs", parts, counted.at)

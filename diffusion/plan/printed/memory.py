@@ -22,7 +22,6 @@ STEP = "a step"
 # what is counted of several, in words
 ACTIVATIONS = "activations and their gradients"
 ROWS = "rows that are summed to gradients of norms and biases"
-TRANSPOSED = "filters that are transposed for input gradients"
 LAUNCHES = "what launches need for themselves, such as parts of sums"
 
 

@@ -160,6 +160,5 @@ def _image(node: Node) -> str:
 
 
 def _moved(node: Node) -> set[Value]:
-    # of `weight` and that in another order one is read
-    read = [v for role, v in node.inputs.items() if role not in ("by_tap", "transposed")]
+    read = [v for role, v in node.inputs.items() if role != "by_tap"]  # `weight` in another order
     return {*read, *node.outputs.values()}

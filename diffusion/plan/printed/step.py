@@ -18,7 +18,7 @@ from ..moves import Move
 from ..step.network import TrainingUNet, step_kernels
 from ..step.plan import StepPlan
 from .kernels import Launched, Notes, is_interpreted, noting
-from .memory import ACTIVATIONS, LAUNCHES, ROWS, STEP, TRANSPOSED, Allocations, Memory
+from .memory import ACTIVATIONS, LAUNCHES, ROWS, STEP, Allocations, Memory
 from .page import Page, Writer
 
 _EMBEDDING = 3  # its stream, on the page
@@ -60,7 +60,6 @@ def _memory(
 ) -> Memory:
     """What a step takes at its peak, by another one in which every tensor is counted."""
     values: set[int] = set()  # of the plan
-    copies: set[int] = set()  # of filters
     t, rng = torch.zeros(len(x), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     with Allocations() as counted:
 
@@ -68,8 +67,6 @@ def _memory(
             values.update(counted.numbers(made.values()))
             if move.nodes:
                 counted.has_made(move.nodes[0].out.name)
-            if [node.op for node in move.nodes] == ["transposed_filters"]:
-                copies.update(counted.numbers(made[value] for value in move.made))
 
         network.watch = watch
         network.forget_gradients()
@@ -81,13 +78,11 @@ def _memory(
     network.watch = None
     parts = {
         "parameters, gradients and the optimizer's state": network.flat.nbytes,
-        ACTIVATIONS: counted.at_peak(values - ends - copies),
+        ACTIVATIONS: counted.at_peak(values - ends),
         ROWS: network.sums.nbytes,
         "noised images, the output and its gradient": counted.at_peak(ends),
         LAUNCHES: counted.peak - counted.at_peak(values | ends),
     }
-    if copies:
-        parts[TRANSPOSED] = counted.at_peak(copies)
     return Memory(STEP, "the data set if the GPU holds it", parts, counted.at)
 
 

@@ -24,7 +24,6 @@ from ..norms import split_norms
 from ..rounding import round_where_made
 from ..schedule import Schedule, schedule
 from ..trace import trace
-from ..transposed import transposed_together
 from .memory import keep_less, write_over
 from .order import InStep, backward_moves, forward_moves
 from .places import EMB, Place, place
@@ -113,8 +112,6 @@ def step_plan(
     ahead = [node for node in graph.nodes if node in forward]
     behind = [node for node in graph.nodes if node not in forward]
     write_over(behind, set(placed))
-    if getattr(kernels, "ROUNDS_OPERANDS", False):
-        behind = transposed_together(graph, behind, describe(x.device))
     graph.nodes = [*ahead, *behind]
     step = InStep(x[..., 0].numel(), parts, names, placed, ends, urgent)
     moves = forward_moves(ahead, step), backward_moves(behind, step)

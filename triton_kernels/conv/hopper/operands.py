@@ -63,8 +63,6 @@ class Operands(NamedTuple):
     mask: Mask | None = None  # of dropout, behind the activation
     precision: str = "tf32"  # of products of float32: "ieee" | "tf32"
     tf32: bool = False  # whether y of float32 is rounded to TF32
-    follows: bool = False  # the previous kernel prepares the filters
-    transposed: Tensor | None = None  # the filters, as kernels with `transposes` read them
 
     @property
     def activation_name(self) -> str | None:

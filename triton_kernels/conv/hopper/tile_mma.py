@@ -46,6 +46,7 @@ from ...registry.spec import FORWARD_TERMS, ConvSpec
 from ...runtime.dependent_launch import following, overlapping
 from ...runtime.device import Device, describe
 from ...runtime.hardware import BESIDE_BUFFERS
+from ..plain.transpose_weights import transpose_weights
 from .operands import NormOfResult, Operands
 from .refusals import refuse_3x3
 
@@ -119,6 +120,7 @@ def launch(
     config: TileMma,
     operands: Operands,
     normed: NormOfResult | None = None,
+    filters_follow: bool = False,  # the kernel before this one writes the filters
 ) -> None:
     """Launch the convolution, or its input gradient, with one of `configs`. With the activation
     "identity" and no table, it is the plain input gradient, without terms. With `normed`, which
@@ -126,16 +128,16 @@ def launch(
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
     tf32 = operands.x.itemsize == 4
-    assert not tf32 or (operands.activation is None) == (operands.transposed is None)
-    if operands.transposed is not None:
-        operands = operands._replace(weight=operands.transposed)
+    if tf32 and operands.activation is not None:
+        operands = operands._replace(weight=transpose_weights(operands.weight, 1)[0])
+        filters_follow = True
     where = operands.x.device
     device = describe(where)
     images, rows, width = box_of(config, h, w)
     tiles = (h // rows) * (w // width)
     count = -(-n // images) * tiles * -(-c // 64)
     blocks, steps = rings(config, images * width, device.shared_memory, tf32)
-    overlap = following(where) if operands.follows else overlapping(where, 0)
+    overlap = following(where) if filters_follow else overlapping(where, 0)
     channels = config.row_bytes // operands.x.itemsize
     box = (channels, CHANNELS) if operands.activation and not tf32 else (CHANNELS, channels)
     assert operands.partials is None or operands.partials.shape[1] == tiles
@@ -180,7 +182,7 @@ def launch(
         RAGGED=ragged,
         STRADDLING=not tf32 and len(operands.beside) == 2 and operands.beside[0].shape[3] % 64 > 0,
         OVERLAP=bool(overlap),
-        FILTERS=not operands.follows,
+        FILTERS=not filters_follow,
         TF32=operands.tf32,
         CG=group,
         KEEP=keep,
@@ -292,5 +294,4 @@ KERNEL = Kernel(
     adds=(*FORWARD_TERMS, "activation", "mask"),
     work=work,
     fitted_by=("block_m", "filters_with_pixels"),
-    transposes=lambda spec: spec.dtype == "tf32" and spec.activation is not None,
 )

@@ -26,7 +26,7 @@ def _refuse_grad(spec: ConvSpec, gpu: Device) -> str | None:
 def _launch(config: TileMma, operands: ConvOperands) -> None:
     x, weight, bias, y, _, _, _, dgrad, *_ = operands
     given = Operands(x, weight, y, bias, None, activation="identity" if dgrad else None)
-    tile_mma.launch(config, given._replace(follows=operands.follows))
+    tile_mma.launch(config, given, filters_follow=operands.follows)
 
 
 FORWARD = Kernel("tile_mma", TileMma, _refuse, tile_mma.configs, launch=_launch)

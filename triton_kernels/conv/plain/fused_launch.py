@@ -13,7 +13,7 @@ from ..hopper.operands import Operands
 from .fused_kernels import conv_forward_kernel, conv_input_grad_kernel
 from .fused_tiles import box_of, piece_of, programs
 from .tf32x3 import is_split_before
-from .tma import Config
+from .tma import Config, worth_transposing
 from .tma_boxes import in_boxes, is_ragged, tile_sizes, weight_in_boxes
 from .transpose_weights import split, transpose_weights
 
@@ -64,12 +64,12 @@ def input_grad(config: Config, operands: Operands) -> None:
     exact = operands.precision == "ieee"
     # of an even number of rows the input gradient has another padding
     turned = r % 2 == s % 2 == 1 and weight.shape[0] % 4 == 0
-    turned = turned and (is_split_before(dy, weight) if exact else operands.transposed is not None)
+    turned = turned and (is_split_before(dy, weight) if exact else worth_transposing(dz))
     parts, filters = (dy, None), (weight, None)
     if turned and exact:
         parts, filters = split(dy), transpose_weights(weight, 2)
     elif turned:
-        filters = operands.transposed, None
+        filters = transpose_weights(weight, 1)[0], None
     block = (config.block_c, config.block_k) if turned else (config.block_k, config.block_c)
     dy_descs = _of_each(in_boxes, parts, [*box, config.block_k])
     w_descs = _of_each(weight_in_boxes, filters, *block)

@@ -154,7 +154,7 @@ def _conv2d_gather_kernel(
 def launch(config: Config, operands: ConvOperands) -> None:
     """y = conv(x, weight) + bias + add; with `dgrad` x is the gradient of the output, y of the
     input."""
-    x, weight, bias, y, stride, padding, precision, dgrad, add, *_ = operands
+    x, weight, bias, y, stride, padding, precision, dgrad, add, _ = operands
     n, h, w, ci = x.shape
     _, p, q, co = y.shape
     _, weight_ci, r, s = weight.shape

@@ -81,13 +81,14 @@ def launch(
 ) -> None:
     """y = conv(x, weight) + bias of stride 1 or 2; with `dgrad` x is the gradient of the output, y
     of the input, with stride 2 plus `add`."""
-    x, weight, bias, y, stride, padding, precision, dgrad, add, follows, transposed = operands
+    x, weight, bias, y, stride, padding, precision, dgrad, add, follows = operands
     _, _, r, s = weight.shape
     exact = precision == "ieee"
     parts, filters = (split(x) if split_first else (x, None)), (weight, None)
-    turned = dgrad and (split_first if exact else transposed is not None)
+    turned = dgrad and (split_first if exact else worth_transposing(y))
     if turned:
-        filters = transpose_weights(weight, 2) if exact else (transposed, None)
+        filters = transpose_weights(weight, 2 if exact else 1)
+        filters = filters if exact else (*filters, None)
     elif split_first:
         filters = split(weight)
     if turned and stride == 1:  # a forward pass of such filters
@@ -120,7 +121,7 @@ def launch(
     )
     programs = count_boxes(box, n, p, q) * triton.cdiv(c, config.block_c)
     option = {}  # with stride 2 nothing begins before the previous kernel has ended
-    if stride == 1 and follows:
+    if stride == 1 and (follows or (turned and not exact)):
         option = following(x.device)
     elif stride == 1:  # `following` the copies of `split_first` took 20 to 27 % longer: programs
         option = overlapping(x.device)  # crowd where those end first
@@ -192,4 +193,4 @@ def _fits(c: Config, spec: ConvSpec, gpu: Device) -> bool:
 
 
 FORWARD = Kernel("tma", Config, refuse, configs, cost, launch)
-INPUT_GRAD = Kernel("tma", Config, refuse_grad, configs, cost, launch, transposes=transposes_first)
+INPUT_GRAD = Kernel("tma", Config, refuse_grad, configs, cost, launch)

@@ -8,7 +8,7 @@ from ...registry.kernel import CLOCKS, Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ..configs import FwdTile, WgradTile, split_kernel
-from .tma import launch, transposes_first
+from .tma import launch
 from .tma_boxes import unaddressable
 from .tma_wgrad import launch_wgrad, num_parts
 
@@ -94,7 +94,6 @@ FORWARD, INPUT_GRAD = (
         partial(_fitting, grad=grad),
         partial(_cost, grad=grad),
         launch,
-        transposes=transposes_first if grad else lambda spec: False,
     )
     for grad in (False, True)
 )

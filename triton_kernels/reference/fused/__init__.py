@@ -34,7 +34,6 @@ from .conv import (
     conv_plain_input_grad,
     conv_weight_grad,
     conv_weight_grads,
-    transposed_filters,
 )
 from .conv_and_norm import conv_norm, norm_conv
 from .gated import gated_backward, gated_forward

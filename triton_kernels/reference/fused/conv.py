@@ -49,23 +49,12 @@ def conv2d_input_grad(dy, weight, size, stride, padding):
     return torch.autograd.grad(y, x, dy)[0].contiguous()
 
 
-def transposed_filters(weights):
-    """With which convolutions are the input gradients of stride 1: kernels in TF32 read these."""
-    return [_transposed(weight) for weight in weights]
-
-
-def _transposed(weight):
-    turned = weight.flip(2, 3).permute(1, 2, 3, 0)
-    return turned.contiguous().permute(0, 3, 1, 2)
-
-
-def conv_plain_input_grad(dy, weight, *, transposed=None):
+def conv_plain_input_grad(dy, weight):
     """The gradient of x in y = conv(x). Channels of dy behind those of y do not count."""
-    weight = weight if transposed is None else _transposed(transposed)
     return conv2d_input_grad(dy[..., : weight.shape[0]], weight, dy.shape[1:3], 1, None)
 
 
-def conv_input_grad(dy, weight, *, inputs, table, activation, mask=None, transposed=None):
+def conv_input_grad(dy, weight, *, inputs, table, activation, mask=None):
     """(dz, partials) of z in y = conv(dropout(act(z))), where z is the norm of the concatenated
     inputs, and there is dropout if there is a mask."""
     x = torch.cat(inputs, dim=3)
@@ -74,7 +63,7 @@ def conv_input_grad(dy, weight, *, inputs, table, activation, mask=None, transpo
     with torch.enable_grad():
         z = (xhat * over_pixels(g) + over_pixels(b)).detach().requires_grad_()
         a = drop(ACTIVATION_FUNCTIONS[activation](z), mask)
-    (dz,) = torch.autograd.grad(a, z, conv_plain_input_grad(dy, weight, transposed=transposed))
+    (dz,) = torch.autograd.grad(a, z, conv_plain_input_grad(dy, weight))
     return dz, grad_partials(dz, xhat)
 
 
@@ -108,9 +97,8 @@ def conv_down(x, weight, bias, padding):
     return convolve(x, weight, bias, 2, padding)
 
 
-def conv_down_input_grad(dy, weight, padding, add=None, *, transposed=None):
+def conv_down_input_grad(dy, weight, padding, add=None):
     """The gradient of its x, plus `add`."""
-    weight = weight if transposed is None else _transposed(transposed)
     _, p, q, _ = dy.shape
     dx = conv2d_input_grad(dy, weight, (2 * p, 2 * q), 2, padding)
     return dx if add is None else dx + add
