@@ -54,8 +54,6 @@ def leaves(tree: Any) -> list[Any]:
 
 
 _SIMPLE = (Tensor, nn.Module, type, Enum, torch.dtype, torch.device, str, bytes, int, float)
-
-
 _MANY = (set, frozenset, list, tuple)  # with classes of theirs, which are no branches
 
 

@@ -156,6 +156,8 @@ def launch(
         then = normed.activation, normed.channels, normed.keep
         count += -(-n // images) * (second // 64)
     act, group, keep = then
+    straddling = not tf32 and len(operands.beside) == 2 and operands.beside[0].shape[3] % 64 > 0
+    assert not straddling or config.row_bytes == 128, "a slot has no room for a tile"
     ragged = c % CHANNELS > 0 or any(x % channels for x in (k, *operands.extra_channels))
     conv_tile_mma_kernel[(min(count, device.num_sms),)](
         *operands.tensors(read, written, box),
@@ -180,7 +182,7 @@ def launch(
         STEPS=steps,
         **registers(config.block_m, images, tf32),
         RAGGED=ragged,
-        STRADDLING=not tf32 and len(operands.beside) == 2 and operands.beside[0].shape[3] % 64 > 0,
+        STRADDLING=straddling,
         OVERLAP=bool(overlap),
         FILTERS=not filters_follow,
         TF32=operands.tf32,
