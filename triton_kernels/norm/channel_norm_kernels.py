@@ -24,16 +24,12 @@ from ..activations import activate_affine, activate_affine_grad
 from ..runtime.dependent_launch import await_inputs
 from ..tf32 import as_operand
 from .coefficients import affine
+from .statistics import add_pairs
 
 
 @triton.constexpr_function
 def _count(C, BLOCK_C):
     return triton.cdiv(C, BLOCK_C)
-
-
-@triton.jit
-def _add_pairs(d0, e0, d1, e1):
-    return d0 + d1, e0 + e1
 
 
 @triton.jit
@@ -288,7 +284,7 @@ def channel_norm_bwd_kernel(
     for j in tl.static_range(_count(C, BLOCK_C)):
         c = j * BLOCK_C + offs_c
         if sums_ptr is not None:
-            d, e = tl.reduce((sum_d[j], sum_e[j]), 0, _add_pairs)
+            d, e = tl.reduce((sum_d[j], sum_e[j]), 0, add_pairs)
             _write_sum(sums_ptr + pid * 2 * C, d, offs_p, c, C)
             _write_sum(sums_ptr + (pid * 2 + 1) * C, e, offs_p, c, C)
         if rows_ptr is not None:

@@ -10,7 +10,6 @@ from ..activations import activate_affine_grad, activate_grad
 from ..hopper.compat import cp_async
 from ..hopper.pairs import round_pairs, widen_pairs
 from .cluster_parts import (
-    add_pairs,
     affine_of_sample,
     cluster_barrier,
     groups_layout,
@@ -27,6 +26,7 @@ from .cluster_parts import (
     warps_layout,
     warps_memory_layout,
 )
+from .statistics import add_pairs
 
 
 @gluon.jit

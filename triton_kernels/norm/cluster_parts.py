@@ -87,11 +87,6 @@ def cluster_barrier(i):
 
 
 @gluon.jit
-def add_pairs(d0, e0, d1, e1):
-    return d0 + d1, e0 + e1
-
-
-@gluon.jit
 def merge_moments(mean_a, m2_a, count_a, mean_b, m2_b, count_b):
     """Mean, M2 and number of the pixels of both, which both have some (Chan, Golub and LeVeque
     1983)."""

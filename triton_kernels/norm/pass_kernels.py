@@ -16,13 +16,6 @@ from .coefficients import load_coefficients, load_table
 
 
 @triton.jit
-def _table_of(row_ptrs, C, mask_c):
-    """mean, slope and offset of the channels whose mean is there: z = (x - mean) slope + offset."""
-    mean, rstd, gain, offset = load_table(row_ptrs, C, mask_c)
-    return mean, rstd * gain, offset
-
-
-@triton.jit
 def store_dx(
     dx,  # float32 [BLOCK_P, BLOCK_C]
     acc,  # likewise: of the tiles before
@@ -87,7 +80,9 @@ def _norm_dx_half(
     offs_c = c0 + tl.arange(0, BLOCK_C)
     mask_c = offs_c < CH
     if table_ptr is not None:
-        mean, slope, offset = _table_of(table_ptr + n * 4 * C + border + offs_c, C, mask_c)
+        rows = table_ptr + n * 4 * C + border + offs_c
+        mean, rstd, gain, offset = load_table(rows, C, mask_c)
+        slope = rstd * gain  # z = (x - mean) slope + offset
     p, q, r = load_coefficients(coeff_ptr + n * 3 * C + border + offs_c, C, mask_c)
     acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for i in range(TILES):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..runtime.dependent_launch import await_inputs
-from .coefficients import affine
+from .coefficients import affine, load_table
 from .statistics import moments_of_partials, store_affine_grads, sum_tiles
 
 
@@ -139,10 +139,7 @@ def norm_grad_table_kernel(
     pid = tl.program_id(0)
     n = (pid // GB).to(tl.int64)
     offs_c, mask_c = _lanes(pid, C, GB, CG, BLOCK_G, BLOCK_J)
-    row_ptr = table_ptr + n * 4 * C + offs_c
-    mean = tl.load(row_ptr, mask=mask_c, other=0.0)
-    rstd = tl.load(row_ptr + C, mask=mask_c, other=0.0)
-    g = tl.load(row_ptr + 2 * C, mask=mask_c, other=0.0)
+    mean, rstd, g, _ = load_table(table_ptr + n * 4 * C + offs_c, C, mask_c)
     one_scale, _ = affine(None, None, scale_ptr, None, stride_scale, 0, n, offs_c, mask_c)
 
     d = sum_tiles(partial_ptr + n * (K * 2) * C, C, None, offs_c, mask_c, K, BLOCK_K)

@@ -10,10 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import num_warps
 
-
-@triton.constexpr_function
-def _compiled() -> bool:
-    return not triton.knobs.runtime.interpret
+from ..activations import compiled
 
 
 @triton.constexpr_function
@@ -45,7 +42,7 @@ def _sum_by_warps(v, WARPS: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def sum_over_pixels(v, DTYPE: tl.constexpr):
     """[C] of [P, C]: the sums of a tile of numbers that were loaded as DTYPE."""
-    if _compiled():
+    if compiled():
         WARPS: tl.constexpr = num_warps()
         ROWS: tl.constexpr = _rows_of_warps(v.shape[0], v.shape[1], WARPS, DTYPE.primitive_bitwidth)
         if ROWS > 0:

@@ -7,7 +7,7 @@ Numbers of channels are given in units of UNIT, so that the compiler knows that 
 import triton
 import triton.language as tl
 
-from ...activations import activate_affine_grad
+from ...activations import activate_affine_grad, compiled
 from ...noise.dropout import kept
 from ...tf32 import as_operand
 from .output_tiles import OutputTiles, store_partials
@@ -17,16 +17,11 @@ from .products import steps_of_part
 # --- forward --------------------------------------------------------------------------------------
 
 
-@triton.constexpr_function
-def _compiled() -> bool:
-    return not triton.knobs.runtime.interpret
-
-
 @triton.jit
 def _rounded(v, dtype: tl.constexpr):
     """float32 numbers rounded to `dtype`, two by one instruction. Where the rounded numbers are
     converted to float32 again, the compiler rounds to bfloat16 one by one, an eighth as fast."""
-    if dtype == tl.bfloat16 and _compiled():
+    if dtype == tl.bfloat16 and compiled():
         return tl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [v], dtype=tl.bfloat16, is_pure=True, pack=2
         )
