@@ -164,6 +164,12 @@ def fewest_of(spec: ConvSpec, pixels: int | None = None) -> int:
     )
 
 
+def programs_of(co: int, ci: int, taps: int, tile: tuple) -> tuple[int, int]:
+    """Those of a part of a weight gradient: by blocks of channels, and by groups of taps."""
+    assert taps % tile.taps == 0, "taps of one program are neighbours in the filter"
+    return -(-co // tile.block_co) * -(-ci // tile.block_ci), taps // tile.taps
+
+
 def wgrad_work(
     spec: ConvSpec,
     c: tuple,  # a configuration

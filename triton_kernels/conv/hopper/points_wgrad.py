@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, in_boxes
 from ...registry.cost import CACHE, Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
+from ...runtime.hardware import REGISTERS, WARP, thread_registers
 from ..configs import fewest_of
 from ..wgrad_parts import LISTED, MOST, channels_of, filled
 from .group_wgrad import refuse_group
@@ -187,14 +188,14 @@ def launch(
         SWAPPED=bool(tile.swapped),
         REGISTERS=registers,
         num_warps=4,
-        maxnreg=65536 // tile.programs // (32 * warps) // 8 * 8,
+        maxnreg=thread_registers(tile.programs * WARP * warps),
     )
 
 
 def _registers(tile: Points) -> int:
     """Of a thread that multiplies, so that all programs have room."""
-    given = 65536 // tile.programs // 128
-    return min(240, (given - 24) // tile.groups // 8 * 8)
+    given = REGISTERS // (4 * WARP * tile.programs)
+    return min(240, (given - LOADER_REGISTERS) // tile.groups // 8 * 8)
 
 
 def _in_points(x: Tensor, width: int):

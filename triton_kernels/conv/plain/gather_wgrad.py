@@ -13,7 +13,7 @@ from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ...tf32 import split_to_tf32
-from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel
+from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel, wgrad_work
 
 
 @configures("gather_wgrad")
@@ -212,17 +212,11 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work | None:
         return None
     steps = triton.cdiv(triton.cdiv(pixels, c.block_m), c.splits)
     fetched = c.block_m * (c.block_co + c.block_ci) * spec.itemsize  # of a step
-    return Work(
-        tiles=math.prod(_blocks(co, ci, spec.taps, c)) * c.splits,
-        resident=max(1, programs_at_a_time(c.num_stages * fetched, c.num_warps, gpu)),
-        products=c.block_co * c.block_ci * c.block_m * steps,
-        fetched=fetched * steps,
-        steps=steps,
-        written=0,
-        memory=pixels * (spec.k + spec.c) * spec.itemsize,
-        parts=c.splits * co * ci * spec.taps * 4,
-        splits=c.splits,
-    )
+    programs = math.prod(_blocks(co, ci, spec.taps, c))
+    resident = max(1, programs_at_a_time(c.num_stages * fetched, c.num_warps, gpu))
+    products = c.block_co * c.block_ci * c.block_m
+    work = wgrad_work(spec, c, programs, steps, products, fetched, resident)
+    return work._replace(memory=pixels * (spec.k + spec.c) * spec.itemsize)
 
 
 WEIGHT_GRAD = split_kernel(

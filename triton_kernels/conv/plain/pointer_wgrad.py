@@ -19,9 +19,9 @@ from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ...tf32 import as_operand
-from ..configs import WgradOperands, fewest_of, split_kernel
+from ..configs import WgradOperands, fewest_of, programs_of, split_kernel, wgrad_work
 from .pointer_tiles import FEW, is_shared
-from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box, wgrad_sizes
+from .tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, row_box, tile_sizes
 
 
 @configures("pointer_wgrad")
@@ -194,13 +194,13 @@ def launch_wgrad(config: PointerWgradTile, splits: int, operands: WgradOperands)
     n, p, q, ky = dy.shape
     box, num_tiles = _box(config, n, p, q), _steps(config, n, p, q)
     unit = math.gcd(8, kx, ky)
-    _conv_pointer_wgrad_kernel[(*_blocks(co, ci, r * s, config), splits)](
+    _conv_pointer_wgrad_kernel[(*programs_of(co, ci, r * s, config), splits)](
         x, dy, partial, n, h, w, p, q, ci, kx // unit, co, ky // unit, num_tiles,
         triton.cdiv(num_tiles, splits),
         R=r, S=s, GROUP=config.taps, ROWS=config.rows, STRIDE=stride, PAD_H=padding[0],
         PAD_W=padding[1], PADDED=(ci, co) != (kx, ky),
         EXACT=kx % config.block_ci == 0 and ky % config.block_co == 0, UNIT=unit,
-        PRECISION=precision, **wgrad_sizes(box, config),
+        PRECISION=precision, **tile_sizes(box, config),
     )  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def _steps(c: PointerWgradTile, n: int, p: int, q: int) -> int:
 def _splits(spec: ConvSpec, gpu: Device, c: PointerWgradTile) -> int:
     co, ci = spec.of_filters
     slots = gpu.num_sms * _resident(c, spec, gpu)
-    programs = math.prod(_blocks(co, ci, spec.taps, c))
+    programs = math.prod(programs_of(co, ci, spec.taps, c))
     return num_splits(programs, _steps(c, *spec.pixels), slots, fewest_of(spec))
 
 
@@ -260,7 +260,7 @@ def _cost(spec: ConvSpec, gpu: Device, c: PointerWgradTile) -> float:
     """The least work of a pixel, counting padded channels: multiplying (1024 multiply-adds a clock)
     or fetching (24 bytes a clock)."""
     co, ci = spec.of_filters
-    programs = math.prod(_blocks(co, ci, spec.taps, c))
+    programs = math.prod(programs_of(co, ci, spec.taps, c))
     products = c.block_co * c.block_ci * c.taps / 1024
     fetched = _fetched(c) * spec.itemsize / c.rows / 24
     clocks = programs * (max(products, fetched) + min(products, fetched) / 4)
@@ -268,26 +268,11 @@ def _cost(spec: ConvSpec, gpu: Device, c: PointerWgradTile) -> float:
 
 
 def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
-    """What its programs do."""
-    co, ci = spec.of_filters
     steps = triton.cdiv(_steps(c, *spec.pixels), c.splits)
-    return Work(
-        tiles=math.prod(_blocks(co, ci, spec.taps, c)) * c.splits,
-        resident=_resident(c, spec, gpu),
-        products=c.block_co * c.block_ci * c.taps * c.rows * c.block_m * steps,
-        fetched=_fetched(c) * c.block_m * spec.itemsize * steps,
-        steps=steps,
-        written=0,
-        memory=math.prod(spec.pixels) * (spec.k + spec.c) * spec.itemsize,
-        parts=c.splits * co * ci * spec.taps * 4,
-        splits=c.splits,
-    )
-
-
-def _blocks(co: int, ci: int, taps: int, config: PointerWgradTile) -> tuple[int, int]:
-    """Programs by blocks of channels, and by groups of taps."""
-    blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
-    return blocks, taps // config.taps
+    programs = math.prod(programs_of(*spec.of_filters, spec.taps, c))
+    products = c.block_co * c.block_ci * c.taps * c.rows * c.block_m
+    fetched = _fetched(c) * c.block_m * spec.itemsize
+    return wgrad_work(spec, c, programs, steps, products, fetched, _resident(c, spec, gpu))
 
 
 WEIGHT_GRAD = split_kernel(

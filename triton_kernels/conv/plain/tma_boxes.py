@@ -16,6 +16,7 @@ from ...runtime.device import Device
 from ...runtime.hardware import VECTOR
 
 _MOST_IMAGES = 16  # of a `covering_box`, since each image has sums of its own
+_BLOCKS = ("block_c", "block_k", "block_co", "block_ci")  # of channels, of a tile
 _WHOLE_ROW = 128  # pixels of a row: every list of tiles has one that takes such a row whole
 
 
@@ -159,29 +160,11 @@ def weight_in_boxes(weight: Tensor, block_co: int, block_ci: int) -> TensorDescr
 
 
 def tile_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]:
-    """Constants and options of a kernel with tiles [block_c, box]."""
-    return {
-        "TILE_N": box[0],
-        "TILE_H": box[1],
-        "TILE_W": box[2],
-        "BLOCK_C": config.block_c,
-        "BLOCK_K": config.block_k,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
-
-
-def wgrad_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]:
-    """Constants and options of a weight gradient with tiles [block_co, block_ci]."""
-    return {
-        "TILE_N": box[0],
-        "TILE_H": box[1],
-        "TILE_W": box[2],
-        "BLOCK_CO": config.block_co,
-        "BLOCK_CI": config.block_ci,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
+    """Constants and options of a kernel whose programs have such a box of pixels, and the blocks of
+    channels of a configuration."""
+    sizes = dict(zip(("TILE_N", "TILE_H", "TILE_W"), box, strict=True))
+    blocks = {name.upper(): size for name, size in config._asdict().items() if name in _BLOCKS}
+    return sizes | blocks | {"num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
 def unfetchable(gpu: Device, itemsize: int, *channels: int) -> str | None:

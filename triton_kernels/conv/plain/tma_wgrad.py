@@ -17,7 +17,7 @@ from ...registry.kernel import CLOCKS, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
-from ..configs import WgradOperands, fewest_of, split_kernel, wgrad_work
+from ..configs import WgradOperands, fewest_of, programs_of, split_kernel, wgrad_work
 from .output_tiles import box_origin
 from .products import zero_sums
 from .tma_boxes import (
@@ -27,9 +27,9 @@ from .tma_boxes import (
     in_boxes,
     is_pointwise,
     pixels_in_boxes,
+    tile_sizes,
     unaddressable,
     wgrad_box,
-    wgrad_sizes,
 )
 
 
@@ -154,7 +154,7 @@ def num_parts(spec: ConvSpec, gpu: Device, config: WgradConfig) -> int:
     """Parts that the sum over pixels is best split into."""
     box, _ = wgrad_box(config.block_m, *spec.pixels)
     slots = gpu.num_sms * 8 // config.num_warps
-    programs = math.prod(_blocks(*spec.of_filters, spec.taps, config))
+    programs = math.prod(programs_of(*spec.of_filters, spec.taps, config))
     return num_splits(programs, count_boxes(box, *spec.pixels), slots, fewest_of(spec))
 
 
@@ -170,13 +170,13 @@ def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> N
     num_tiles = count_boxes(box, n, p, q)
     # with stride 2 nothing begins before the previous kernel has ended
     option = overlapping(x.device) if stride == 1 else {}
-    _conv2d_wgrad_tma_kernel[(*_blocks(co, ci, r * s, config), splits)](
+    _conv2d_wgrad_tma_kernel[(*programs_of(co, ci, r * s, config), splits)](
         pixels_in_boxes(by_parity(x) if stride == 2 else x, box, config.block_ci),
         in_boxes(of_dy, [*([math.prod(box)] if flat else box), config.block_co]),
         partial, ci, p, q, co, co * r * s * ci, r * s * ci if stride_co is None else stride_co,
         num_tiles, triton.cdiv(num_tiles, splits),
         S=s, GROUP=config.taps, STRIDE=stride, PAD_H=padding[0], PAD_W=padding[1],
-        ACCUMULATE=accumulate, FLAT=flat, **wgrad_sizes(box, config), **option,
+        ACCUMULATE=accumulate, FLAT=flat, **tile_sizes(box, config), **option,
     )  # fmt: skip
 
 
@@ -211,20 +211,13 @@ def cost(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:
     return 3 + products / (1024 * gpu.num_sms) / CLOCKS
 
 
-def _blocks(co: int, ci: int, taps: int, config: WgradConfig) -> tuple[int, int]:
-    """Programs by blocks of channels, and by groups of taps."""
-    assert taps % config.taps == 0, "taps of one program are neighbours in a row of the filter"
-    blocks = triton.cdiv(co, config.block_co) * triton.cdiv(ci, config.block_ci)
-    return blocks, taps // config.taps
-
-
 def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
     co, ci = spec.of_filters
     box, _ = wgrad_box(c.block_m, *spec.pixels)
     pixels, row = math.prod(box), (c.block_co + c.taps * c.block_ci) * 2
     resident = max(1, programs_at_a_time(c.num_stages * c.block_m * row, c.num_warps, gpu))
     steps = triton.cdiv(count_boxes(box, *spec.pixels), c.splits)
-    programs = math.prod(_blocks(co, ci, spec.taps, c))
+    programs = math.prod(programs_of(co, ci, spec.taps, c))
     products = c.block_co * c.block_ci * c.taps * pixels
     return wgrad_work(spec, c, programs, steps, products, pixels * row, resident)
 
