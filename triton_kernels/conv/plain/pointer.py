@@ -22,12 +22,18 @@ from .tma_boxes import is_ragged, tile_sizes
 # --- forward --------------------------------------------------------------------------------------
 
 
-def forward(config: PointerTile, operands: Operands, transposed: bool = False) -> None:
-    """As `fused_launch.forward`; `transposed`: x is the gradient of a result, y of its input."""
+def forward(
+    config: PointerTile,
+    operands: Operands,
+    transposed: bool = False,  # x is the gradient of a result, y of its input
+    steps: int | None = None,  # of each part of the sum, y then float32 [parts, N, C, H * W]
+) -> None:
+    """As `fused_launch.forward`."""
     x, weight, y, stats = operands.x, operands.weight, operands.y, operands.partials is not None
     n, h, w, k = x.shape
     co, ci, r, s = weight.shape
-    c, width, stride_w = ci if transposed else co, y.shape[3], r * s * ci
+    c, stride_w = ci if transposed else co, r * s * ci
+    width, parts = (y.shape[3], ()) if steps is None else (c, (len(y),))
     box = box_of(config, n, h, w, even=stats)
     pairs = [t for pair in operands.extra for t in pair]
     beside = [other.shape[3] for other, _ in operands.extra]
@@ -36,12 +42,12 @@ def forward(config: PointerTile, operands: Operands, transposed: bool = False) -
         assert filters.shape == (c, other.shape[3]) and filters.stride(1) == 1
     unit = math.gcd(8, k, width, stride_w, *beside, *rows)
     absent = 2 - len(beside)
-    conv_pointer_forward_kernel[(programs(config, box, *y.shape),)](
+    conv_pointer_forward_kernel[(programs(config, box, n, h, w, width), *parts)](
         x, weight, y, operands.vectors, operands.extra_bias, operands.emb,
         operands.beside[0] if operands.beside else None, *pairs, *[None] * (2 * absent),
         operands.partials, n, h, w, k, k // unit, c, width // unit, *[v // unit for v in beside],
         *[0] * absent, stride_w // unit, *[v // unit for v in rows], *[0] * absent,
-        operands.numbers[1], None, operands.factor,
+        operands.numbers[1], steps, operands.factor,
         R=r, S=s, TRANSPOSED=transposed, PADDED=c != width,
         EXACT=c == width and divide(config, width, k, *beside),
         RAGGED=stats and is_ragged(box, h, w), UNIT=unit, ROWS=config.rows, TF32=operands.tf32,

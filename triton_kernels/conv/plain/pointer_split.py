@@ -1,7 +1,6 @@
 """`conv_split` without a TMA unit, or where it cannot address the tensors: the tiles and products
 of `conv.plain.pointer`, each program a part of the sum."""
 
-import math
 from collections.abc import Sequence
 
 import triton
@@ -9,14 +8,13 @@ from torch import Tensor
 
 from ...registry.cost import of_passes
 from ...registry.kernel import Kernel, configures
-from ...registry.spec import ConvSpec, precision_of
+from ...registry.spec import ConvSpec
 from ...runtime.device import Device
-from . import pointer_tiles
+from ..hopper.operands import Operands
+from . import pointer, pointer_tiles
 from .fused_tiles import box_of, programs
 from .parts import PartsTile, count_steps, cut, part_bytes
-from .pointer_kernels import conv_pointer_forward_kernel
-from .pointer_tiles import PointerTile, divide, fitting
-from .tma_boxes import tile_sizes
+from .pointer_tiles import PointerTile, fitting
 
 
 @configures("pointer_parts")
@@ -38,24 +36,10 @@ def split(
     spec: ConvSpec,
     parts: Tensor,  # float32 [S, N, CO, H * W], which is written
 ) -> None:
-    n, h, w, k = x.shape
-    for other, filters in extra:
-        assert other.is_contiguous() and filters.shape == (spec.c, other.shape[3])
-        assert filters.stride(1) == 1
-    tile, stride = config.tile, spec.taps * k
-    box = box_of(tile, n, h, w, even=False)
-    beside, rows = [o.shape[3] for o, _ in extra], [f.stride(0) for _, f in extra]
-    unit = math.gcd(8, k, spec.c, *beside, *rows)
-    pairs, absent = [t for pair in extra for t in pair], 2 - len(extra)
-    conv_pointer_forward_kernel[(programs(tile, box, n, h, w, spec.c), config.parts)](
-        x, weight, parts, *[None] * 4, *pairs, *[None] * (2 * absent), None, n, h, w, k, k // unit,
-        spec.c, spec.c // unit, *[v // unit for v in beside], *[0] * absent, stride // unit,
-        *[v // unit for v in rows], *[0] * absent, 0,
-        triton.cdiv(count_steps(config.block_k, spec), config.parts), None,
-        R=spec.r, S=spec.s, TRANSPOSED=False, ROWS=1, EXACT=divide(tile, spec.c, k, *beside),
-        RAGGED=False, PADDED=False, UNIT=unit, TF32=False,
-        PRECISION=precision_of(x.dtype, spec.dtype != "fp32"), **tile_sizes(box, tile),
-    )  # fmt: skip
+    assert all(other.is_contiguous() for other, _ in extra)
+    operands = Operands(x, weight, parts, None, None, extra=extra, precision=spec.precision)
+    steps = triton.cdiv(count_steps(config.block_k, spec), config.parts)
+    pointer.forward(config.tile, operands, steps=steps)
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
