@@ -33,6 +33,16 @@ def _locate(SPLITS, HEADS):
 
 
 @triton.jit
+def _channels(D, BLOCK_D: tl.constexpr):
+    """Those of a head and which there are; and of a matrix [D, D] where its numbers are, and
+    which."""
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    square = offs_d[:, None] * D + offs_d[None, :]
+    return offs_d, mask_d, square, mask_d[:, None] & mask_d[None, :]
+
+
+@triton.jit
 def _product(a, b, dtype: tl.constexpr, PRECISION: tl.constexpr):
     """a b, of operands in that type."""
     if PRECISION == "ieee":
@@ -131,10 +141,7 @@ def linear_merge_kernel(
 ):
     await_inputs()
     pid = tl.program_id(0).to(tl.int64)
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-    square = offs_d[:, None] * D + offs_d[None, :]
-    mask = mask_d[:, None] & mask_d[None, :]
+    offs_d, mask_d, square, mask = _channels(D, BLOCK_D)
     top = tl.full([BLOCK_D], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_D], tl.float32)
     acc = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
@@ -180,11 +187,9 @@ def linear_attention_kernel(
     await_inputs()
     split, head, n = _locate(SPLITS, HEADS)
     dtype = o_ptr.dtype.element_ty
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-    square = offs_d[:, None] * D + offs_d[None, :]
+    offs_d, mask_d, square, mask_dd = _channels(D, BLOCK_D)
     context_ptr += (n * HEADS + head) * D * D
-    context = tl.load(context_ptr + square, mask=mask_d[:, None] & mask_d[None, :], other=0.0)
+    context = tl.load(context_ptr + square, mask=mask_dd, other=0.0)
     q_ptr += n * T * stride_q + head * head_q
     o_ptr += (n * T * HEADS + head) * D
     end = tl.minimum((split + 1) * chunk, T)
@@ -219,10 +224,7 @@ def linear_bwd_q_kernel(
     await_inputs()
     split, head, n = _locate(SPLITS, HEADS)
     dtype = do_ptr.dtype.element_ty
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-    square = offs_d[:, None] * D + offs_d[None, :]
-    mask_dd = mask_d[:, None] & mask_d[None, :]
+    offs_d, mask_d, square, mask_dd = _channels(D, BLOCK_D)
     at = n * HEADS + head
     context = tl.load(context_ptr + at * D * D + square, mask=mask_dd, other=0.0)
     context = tl.trans(context)
@@ -287,10 +289,7 @@ def linear_bwd_kv_kernel(
     await_inputs()
     split, head, n = _locate(SPLITS, HEADS)
     dtype = v_ptr.dtype.element_ty
-    offs_d = tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
-    square = offs_d[:, None] * D + offs_d[None, :]
-    mask_dd = mask_d[:, None] & mask_d[None, :]
+    offs_d, mask_d, square, mask_dd = _channels(D, BLOCK_D)
     at = n * HEADS + head
     context = tl.load(context_ptr + at * D * D + square, mask=mask_dd, other=0.0)
     d_context = tl.load(d_context_ptr + at * D * D + square, mask=mask_dd, other=0.0)

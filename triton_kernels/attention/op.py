@@ -76,16 +76,20 @@ def attention(
         raise ValueError(f"order={order!r} is unknown; choose one of {', '.join(ORDERS)}")
     if c3 == 0 or c3 % 3:
         raise ValueError(f"qkv has {c3} channels; expected a positive multiple of 3 (q, k and v)")
-    if num_heads < 1 or c3 // 3 % num_heads:
-        raise ValueError(f"num_heads={num_heads} does not divide C={c3 // 3}")
-    if c3 // 3 // num_heads > MAX_HEAD_DIM:
-        d = c3 // 3 // num_heads
-        raise ValueError(f"a head has {d} channels; at most {MAX_HEAD_DIM} are supported")
+    _check_heads(c3 // 3, num_heads)
     qkv = autocast(qkv)
     if _needs_gradient(qkv):
         check_gradient((qkv, None, None), num_heads, allow_tf32)
     o, _ = _attention(qkv, num_heads, order, allow_tf32)
     return o
+
+
+def _check_heads(c: int, num_heads: int) -> None:
+    """Raises ValueError unless so many channels are so many heads that kernels have."""
+    if num_heads < 1 or c == 0 or c % num_heads:
+        raise ValueError(f"num_heads={num_heads} does not divide C={c}")
+    if (d := c // num_heads) > MAX_HEAD_DIM:
+        raise ValueError(f"a head has {d} channels; at most {MAX_HEAD_DIM} are supported")
 
 
 def _needs_gradient(*tensors: Tensor) -> bool:
@@ -164,11 +168,7 @@ def cross_attention(
         raise ValueError(
             f"kv has shape {list(kv.shape)}; expected [{n}, L, {2 * c}], twice q's channels"
         )
-    if num_heads < 1 or c == 0 or c % num_heads:
-        raise ValueError(f"num_heads={num_heads} does not divide C={c}")
-    if c // num_heads > MAX_HEAD_DIM:
-        d = c // num_heads
-        raise ValueError(f"a head has {d} channels; at most {MAX_HEAD_DIM} are supported")
+    _check_heads(c, num_heads)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != kv.shape[:2]):
         raise ValueError(
             f"mask is {mask.dtype} of shape {list(mask.shape)}; expected bool {list(kv.shape[:2])}"

@@ -66,11 +66,8 @@ _OTHER_REGISTERS = 20  # of a thread, about, beside those of its numbers
 
 
 def _refuse(spec: ChannelNormSpec, gpu: Device) -> str | None:
-    return f"a pixel of {spec.c} channels; at most {MOST_CHANNELS}" if _is_wide(spec.c) else None
-
-
-def _is_wide(channels: int) -> bool:
-    return channels > MOST_CHANNELS
+    wide = spec.c > MOST_CHANNELS
+    return f"a pixel of {spec.c} channels; at most {MOST_CHANNELS}" if wide else None
 
 
 def _configs(spec: ChannelNormSpec, gpu: Device) -> list[WholeRows]:
@@ -386,7 +383,7 @@ def channel_norm(
     if eps_in not in EPS_IN:
         raise ValueError(f"eps_in is {eps_in!r}; expected one of {', '.join(EPS_IN)}")
     n, _, _, c = x.shape
-    if _is_wide(c):
+    if c > MOST_CHANNELS:
         raise ValueError(f"x has {c} channels; expected at most {MOST_CHANNELS}")
     check_affine(n, c, weight, bias, scale, shift)
     return _channel_norm(x, weight, bias, scale, shift, eps, centred, eps_in, activation)

@@ -71,15 +71,18 @@ def _batch_norm_of_the_batch(a: SimpleNamespace) -> Tensor:
     x = a.input
     F._verify_batch_size(x.shape)
     y = torch._native_batch_norm_legit(x, a.weight, a.bias, True, a.momentum, a.eps)[0]
-    over = [i for i in range(x.ndim) if i != 1]
-    with torch.no_grad():
-        for running, new in (
-            (a.running_mean, lambda z: z.mean(over)),
-            (a.running_var, lambda z: z.var(over)),
-        ):
-            if running is not None:
-                running.lerp_(new(x.to(running.dtype)), a.momentum)
+    _keep_averages(a, [i for i in range(x.ndim) if i != 1])
     return y
+
+
+def _keep_averages(a: SimpleNamespace, over: list[int]) -> None:
+    """Move the averages towards the statistics over these axes, and over samples where an image
+    has its own."""
+    for running, statistic in ((a.running_mean, torch.mean), (a.running_var, torch.var)):
+        if running is not None:
+            with torch.no_grad():
+                new = statistic(a.input.to(running.dtype), over)
+                running.lerp_(new if 0 in over else new.mean(0), a.momentum)
 
 
 # Names in place of which functionalization sees nothing: each is another name of an op
@@ -152,14 +155,7 @@ def _instance_norm(a: SimpleNamespace) -> Tensor:
         return NotImplemented
     if not a.use_input_stats:
         return F.batch_norm(x, a.running_mean, a.running_var, *given, False, a.momentum, a.eps)
-    over = list(range(2, x.ndim))
-    with torch.no_grad():
-        for running, new in (
-            (a.running_mean, lambda z: z.mean(over)),
-            (a.running_var, lambda z: z.var(over)),
-        ):
-            if running is not None:
-                running.lerp_(new(x.to(running.dtype)).mean(0), a.momentum)
+    _keep_averages(a, list(range(2, x.ndim)))
     return F.group_norm(x, x.shape[1], *given, a.eps)
 
 

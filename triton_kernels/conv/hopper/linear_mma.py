@@ -6,6 +6,7 @@ writes sums per image, or adds a vector per image, tiles divide an image or have
 images.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import triton
@@ -210,12 +211,4 @@ FUSED = Kernel(
     work=work,
     fitted_by=("block_c", "block_m", "together"),
 )
-PLAIN = Kernel(
-    "linear_mma",
-    LinearMma,
-    refuse,
-    configs,
-    launch=_launch_plain,
-    work=work,
-    fitted_by=("block_c", "block_m", "together"),
-)
+PLAIN = replace(FUSED, launch=_launch_plain, adds=())

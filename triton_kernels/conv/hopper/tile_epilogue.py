@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ...activations import activate_affine_grad
 from ...hopper.compat import aggregate, tma_load
 from ...hopper.pairs import widen_pairs
+from ...norm.coefficients import load_table
 
 
 @gluon.jit
@@ -74,13 +75,8 @@ class Terms:
         if self.vectors_ptr is None:
             return ()
         elif self.DGRAD:
-            CV = self.CV
-            table = self.vectors_ptr + image.to(gl.int64) * 4 * CV + offs
-            mean = gl.load(table, mask=valid, other=0.0)
-            rstd = gl.load(table + CV, mask=valid, other=0.0)
-            g = gl.load(table + 2 * CV, mask=valid, other=0.0)
-            b = gl.load(table + 3 * CV, mask=valid, other=0.0)
-            return (mean, rstd, g, b)
+            rows = self.vectors_ptr + image.to(gl.int64) * 4 * self.CV + offs
+            return load_table(rows, self.CV, valid)
         else:
             there = offs < self.CV if self.RAGGED else None
             other: gl.constexpr = 0.0 if self.RAGGED else None
