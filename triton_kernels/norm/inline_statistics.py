@@ -11,9 +11,11 @@ and `NORM_BACKWARD` decide. The formulas are those of `norm.tables` and `norm.pa
 `conv.skip_dx.skip_backward` does the same for `norm_grad_table` and `skip_dx`.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from ..activations import check_activation
@@ -27,6 +29,7 @@ from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
 from .from_partials import TwoLaunches, sums_config
 from .inline_statistics_kernels import norm_dx_inline_kernel
+from .pass_grid import channel_block
 from .passes import apply, apply_upsampled, cut, launch_apply, norm_dx
 from .tables import (
     Statistics,
@@ -39,7 +42,9 @@ from .tables import (
 
 _empty = torch.empty  # tests put a function here that returns NaNs
 
-_MOST_TILES, _MOST_TILES_OF_DX = 4, 8  # of an image; measured at batch 32, see docs/tried.md
+# Partial sums of either kind that a program loads, with padding, where one launch takes less time:
+# see docs/kernels/norm.md
+_MOST_SUMS, _MOST_SUMS_OF_DX = 1024, 512
 
 
 @configures("one_launch")
@@ -58,13 +63,21 @@ def _refuse(spec: NormSpec, gpu: Device) -> str | None:
 
 
 def _untimed(spec: NormSpec, gpu: Device) -> str | None:
-    most = _MOST_TILES_OF_DX if spec.grad else _MOST_TILES
-    if sum(spec.tiles) > most:
-        return f"{sum(spec.tiles)} tiles; {most} at most"
+    sums, most = _sums(spec), _MOST_SUMS_OF_DX if spec.grad else _MOST_SUMS
+    if sums > most:
+        return f"{sums} sums of either kind a program; at most {most}"
     config = OneLaunch()
     if spec.elements > gpu.busy * config.tile * config.tiles:
         return f"{spec.elements} numbers are of more programs than {gpu.busy}"
     return None
+
+
+def _sums(spec: NormSpec) -> int:
+    """Of either kind that a program loads, with padding."""
+    border = spec.c1 if spec.c2 else 0
+    block_c = channel_block(spec.c1, spec.c2)
+    groups = covering_groups(block_c, border, spec.c // spec.groups)
+    return math.prod(groups) * sum(map(triton.next_power_of_2, spec.tiles))
 
 
 _KEY = ("h", "w", "c1", "c2", "tiles", "dtype")
