@@ -16,8 +16,8 @@ layers of models that people train.
            forward_tf32,input_grad_tf32
            split_tf32,split_fp32
            cross_attention,cross_attention_grad
-    layers=mixed,small,exact,wide,pointwise,odd,halves,few_tiles,narrow   of forward and both
-                        gradients, also in TF32 and float32: which of `sweep_layers.LAYERS`
+    layers=mixed,small,exact,wide,pointwise,odd,halves,few_tiles,narrow,narrow_odd   of forward and
+                        both gradients, also in TF32 and float32: which of `sweep_layers.LAYERS`
 
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
 with all of its configurations, and lines are written as they are found: a run that its time cuts

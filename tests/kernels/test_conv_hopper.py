@@ -64,6 +64,9 @@ WGRAD_SHAPES = {name: shape for name, shape in SHAPES.items() if name != "a tile
     "rows of 12 of four images": Shape(7, 12, 12, 96, 288),
     "rows of 4 and 7": Shape(11, 7, 4, 64, 64),
     "tall": Shape(2, 70, 24, 128, 72),
+    "32 channels": Shape(9, 64, 64, 32, 32),
+    "8 and 24 channels": Shape(13, 20, 12, 8, 24),
+    "40 and 320 channels": Shape(5, 16, 16, 40, 320),
 }
 
 

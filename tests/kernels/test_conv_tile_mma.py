@@ -26,6 +26,8 @@ from .conv_fused_cases import (
     extra_case,
     forward_case,
     forward_reference,
+    grad_case,
+    grad_reference,
     poison,  # noqa: F401  a fixture for every test here
     relative,
 )
@@ -35,6 +37,7 @@ from .test_conv_hopper import gpu, repeatedly, spec_of
 TILES = list(tile_mma.TILES)
 CONFIGS = TILES
 HALVES = list(tile_mma.HALVES)
+QUARTERS = list(tile_mma.QUARTERS)
 # One program with one tile, programs with several and an odd number of them, one warpgroup with
 # nothing to do, more blocks of channels than one, tiles that are not whole images, that are not
 # whole rows, and that are a rectangle of each of several images; last blocks of 8 to 56 channels,
@@ -70,7 +73,14 @@ SHAPES = {
     "16x12": Shape(9, 16, 12, 64, 64),
     "32x4": Shape(5, 32, 4, 64, 64),
 }
-
+# 16 channels that are multiplied, or 8 of them, and as many of the result, of which filters have 3.
+FEW = {
+    "32x32": (Shape(21, 32, 32, 16, 192), Shape(21, 32, 32, 128, 3)),
+    "8x8": (Shape(135, 8, 8, 8, 40), Shape(135, 8, 8, 72, 6)),
+    "48x48": (Shape(7, 48, 48, 16, 96), Shape(7, 48, 48, 96, 3)),
+    "28x28": (Shape(9, 28, 28, 16, 64), Shape(9, 28, 28, 64, 1)),
+    "20x20": (Shape(13, 20, 20, 16, 128), Shape(13, 20, 20, 40, 16)),
+}
 
 CASES = [(name, torch.bfloat16) for name in SHAPES]
 CASES += [(name, torch.float16) for name in ("32x32", "8x8")]
@@ -81,7 +91,8 @@ WIDE = [torch.bfloat16, torch.float32]
 def skip_uncut(name: str, config: tile_mma.TileMma) -> None:
     """Rows are fetched in pairs, and those of all images are multiples of 8 pixels; 16 pixels of an
     image are the fewest of a tile."""
-    if tile_mma.box_of(config, SHAPES[name].h, SHAPES[name].w) is None:
+    shape = SHAPES[name] if name in SHAPES else FEW[name][0]
+    if tile_mma.box_of(config, shape.h, shape.w) is None:
         pytest.skip("images are not cut into such tiles")
 
 
@@ -223,6 +234,29 @@ class TestGpu:
         repeatedly(lambda: check_grad(wide, 64, dtype, device, config=config))
         check_grad(wide, None, dtype, device, "gelu", config)
 
+    @pytest.mark.parametrize("config", QUARTERS, ids=str)
+    @pytest.mark.parametrize("name", FEW)
+    def test_blocks_of_32_bytes(self, name, config, device):
+        shape = FEW[name][0]
+        skip_uncut(name, config)
+        repeatedly(lambda: check_forward(shape, torch.bfloat16, device, config))
+        repeatedly(lambda: check_forward(shape, torch.float16, device, config, factor=0.5**0.5))
+        turned = shape._replace(ci=shape.co, co=shape.ci)
+        repeatedly(lambda: check_grad(turned, None, torch.bfloat16, device, config=config))
+        if turned.ci > 64:
+            repeatedly(lambda: check_grad(turned, 64, torch.bfloat16, device, config=config))
+        for activation in ("identity", "gelu"):
+            check_grad(turned, None, torch.bfloat16, device, activation, config)
+        mask = stored(dropped(device), (shape.n, shape.h, shape.w, turned.ci))
+        repeatedly(lambda: check_grad(turned, None, torch.float16, device, "silu", config, mask))
+        repeatedly(lambda: check_padded_grad(turned, 3, device, config))
+
+    @pytest.mark.parametrize("config", TILES + HALVES, ids=str)
+    @pytest.mark.parametrize("name", FEW)
+    def test_results_with_more_channels_than_filters(self, name, config, device):
+        skip_uncut(name, config)
+        repeatedly(lambda: check_padded(FEW[name][1], device, config))
+
     @pytest.mark.parametrize("config", CONFIGS, ids=str)
     def test_results_rounded_to_tf32(self, config, device):
         x, weight, bias, _, residual = forward_case(SHAPES["16x16"], torch.float32, device)
@@ -236,10 +270,10 @@ class TestGpu:
     def test_what_applies(self, device):
         for name in ("16x16", "a tile", "an image of 8x8", "3 of 4x4", "48x48"):
             assert applying(SHAPES[name], torch.bfloat16, device) == TILES
-        for k, halves in ((96, True), (16, True), (160, True), (40, False), (104, False)):
+        smaller = {96: HALVES, 24: HALVES, 160: HALVES, 16: QUARTERS, 8: QUARTERS, 40: [], 104: []}
+        for k, tiles in smaller.items():
             shape = SHAPES["48x48"]._replace(ci=k)
-            found = applying(shape, torch.bfloat16, device)
-            assert found == (TILES + HALVES if halves else TILES)
+            assert applying(shape, torch.bfloat16, device) == TILES + tiles
             assert applying(shape, torch.float32, device) == TILES
         for h, w in ((12, 32), (4, 128), (24, 24), (6, 16), (40, 40), (20, 20), (2, 4)):
             assert applying(Shape(1, h, w, 64, 64), torch.bfloat16, device) == TILES
@@ -259,6 +293,41 @@ class TestGpu:
         wide = spec_of(SHAPES["16x16"], torch.float32)
         assert tile_mma.refuse(replace(wide, dtype="fp32"), HOPPER) is not None
 
+    def test_channels_that_filters_lack_are_zeros(self):
+        padded = spec_of(SHAPES["48x48"], torch.bfloat16)
+        head = replace(padded, c=16, filters=(3, 128), stats=False)
+        assert tile_mma.refuse(head, HOPPER) is None
+        for other in (
+            replace(head, stats=True),
+            replace(head, dtype="tf32"),
+            replace(head, filters=(3, 64)),
+            replace(head, k=16, filters=(3, 128), c=64),
+        ):
+            assert tile_mma.refuse(other, HOPPER) is not None
+        stem = replace(padded, k=16, c=128, filters=(128, 3), stats=True)
+        assert tile_mma.refuse(stem, HOPPER) is None
+
+
+def check_padded(shape: Shape, device, config) -> list[torch.Tensor]:
+    x, weight, bias, emb, residual = forward_case(shape, torch.bfloat16, device)
+    y, _ = conv_fused.conv_forward(x, weight, bias, width=16, config=config)
+    exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
+    bound = ROUNDING[torch.bfloat16] + 2**-24 * (9 * shape.ci) ** 0.5
+    assert relative(y[..., : shape.co], exact) <= bound
+    assert not y[..., shape.co :].any()
+    return [y]
+
+
+def check_padded_grad(shape: Shape, co: int, device, config) -> list[torch.Tensor]:
+    """The gradient of a convolution to `co` channels, behind which dy has zeros."""
+    dy, weight, x, inputs, table = grad_case(shape, None, torch.bfloat16, device)
+    dy[..., co:] = 0
+    given = {"inputs": inputs, "table": table, "activation": "silu", "config": config}
+    dz, partials = conv_fused.conv_input_grad(dy, weight[:co], **given)
+    exact, _ = grad_reference(dy, weight, x, table, "silu", torch.float64)
+    assert relative(dz, exact) <= ROUNDING[torch.bfloat16] + 2**-24 * (9 * 16) ** 0.5
+    return [dz, partials]
+
 
 def applying(shape: Shape, dtype, device) -> list[tuple]:
     """The tiles that apply."""
@@ -269,7 +338,7 @@ def applying(shape: Shape, dtype, device) -> list[tuple]:
 _SIDES = (2, 4, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 64, 84, 96, 120, 128, 192)
 
 
-@pytest.mark.parametrize("tile", TILES + HALVES, ids=str)
+@pytest.mark.parametrize("tile", TILES + HALVES + QUARTERS, ids=str)
 def test_as_many_tiles_as_partials(tile):
     """What allocates the sums of tiles counts them as the kernel does; tiles divide images, and
     shared memory has room for what is read while as much is written."""

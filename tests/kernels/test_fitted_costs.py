@@ -125,7 +125,7 @@ class TestFittedCosts:
             ({"n": 4, "h": 32, "w": 32, "k": 64}, "narrow_output"),
             ({"n": 16, "h": 32, "w": 32, "k": 128}, "narrow_output"),
             ({"n": 1, "h": 32, "w": 32, "c": 128}, "tile_mma"),
-            ({"n": 4, "h": 64, "w": 64, "c": 64}, "narrow_input"),
+            ({"n": 4, "h": 64, "w": 64, "c": 64}, "tile_mma"),
             ({"n": 64, "h": 32, "w": 32, "c": 64}, "narrow_input"),
             ({"n": 32, "h": 32, "w": 32, "c": 256}, "narrow_input"),
         ],

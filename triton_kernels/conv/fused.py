@@ -116,7 +116,7 @@ INPUT_GRAD = Op(
     kernels=(
         _tma(_DGRAD_CONFIGS, fused_launch.input_grad, GRAD_TERMS),
         pointer.INPUT_GRAD,
-        *row_mma.KERNELS,
+        row_mma.STATIONARY,
         tile_mma.KERNEL,
         linear_mma.FUSED,
     ),

@@ -25,9 +25,9 @@ def refuse_3x3(
         return reason
     # rows of what TMA fetches are multiples of 16 bytes
     least = 16 // spec.itemsize if ragged else 64
-    if odd := [c for c in _channels(spec, narrow) if c % least]:
+    if odd := [c for c in _channels(spec, narrow, ragged) if c % least]:
         return f"{odd[0]} channels are no multiple of {least}"
-    if ragged and sorted(spec.of_filters) != sorted((spec.k, spec.c)):
+    if ragged and _lacking(spec):
         return f"tensors of {spec.k} and {spec.c} channels, filters of {spec.of_filters}"
     if widths and spec.w not in widths:
         return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
@@ -41,12 +41,22 @@ def refuse_filters(spec: ConvSpec) -> str | None:
     return None
 
 
-def _channels(spec: ConvSpec, narrow: bool) -> list[int]:
+def _lacking(spec: ConvSpec) -> bool:
+    """Whether filters lack channels that have to be zeros: where the result is written by its
+    addresses, as in TF32, or summed."""
+    (few, many), (narrow, wide) = sorted(spec.of_filters), sorted((spec.k, spec.c))
+    summed = spec.c == narrow and (spec.stats or spec.activation is not None)
+    return many < wide or (few < narrow and (spec.itemsize == 4 or summed))
+
+
+def _channels(spec: ConvSpec, narrow: bool, ragged: bool) -> list[int]:
     channels = [spec.c, *spec.extra]
     if spec.first is not None:
         channels += [spec.first, spec.c - spec.first]
     filters = spec.filters or (spec.k, spec.c)
-    return [*channels, *([max(filters)] if narrow else [spec.k, *filters])]
+    if narrow:
+        return [*channels, max(filters)]
+    return [*channels, spec.k, *(filters[1:] if ragged else filters)]
 
 
 def refuse_rows(spec: ConvSpec, pixels: int) -> str | None:

@@ -93,7 +93,6 @@ def _narrow_work(spec: ConvSpec, gpu: Device, config: NarrowInput) -> Work:
         steps=1,
         written=64 * config.block_m,
         memory=spec.bytes,
-        grad=spec.activation is not None,
     )
 
 
@@ -138,7 +137,7 @@ KERNELS = (
         _refuse_narrow,
         lambda spec, gpu: [NARROW_TILE],
         launch=launch,
-        adds=("emb", "residual", "factor", "stats", "activation"),
+        adds=("emb", "residual", "factor", "stats"),
         work=_narrow_work,
     ),
 )

@@ -28,7 +28,7 @@ _PIXELS = 256  # of a tile
 STAGES = 2  # of pixels
 _STAGES_OF_16 = 4  # of pixels of 64 channels and of 16
 WIDTHS = (64, 32, 16, 8)  # of whole rows
-_PIECES = (64, 32, 16)  # pixels of other rows that are multiplied together, or of 16 channels
+_PIECES = (64, 32, 16)  # pixels of other rows that are multiplied together
 PART = 6  # tiles that take as long as a part of a sum does to begin, to write and to add up
 
 
@@ -49,7 +49,7 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     narrow = _is_narrow(spec)
     if not narrow and (co, ci) != (spec.c, spec.k):
         return f"x and dy have {spec.k} and {spec.c} channels, the filters {ci} and {co}"
-    if reason := refuse_rows(spec, gpu, narrow, whole=narrow):
+    if reason := refuse_rows(spec, gpu, whole=False):
         return reason
     splits = splits_of(spec, gpu)
     if splits < 1 + narrow:
@@ -59,27 +59,20 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     return None
 
 
-def refuse_rows(
-    spec: ConvSpec, gpu: Device, narrow: bool = False, whole: bool = True
-) -> str | None:
+def refuse_rows(spec: ConvSpec, gpu: Device, whole: bool = True) -> str | None:
     """Why there are no tiles of rows for a weight gradient, or None. Unless blocks have to be
     `whole`, images are of any size, and blocks of channels too, with zeros beyond their edges."""
     if reason := missing(gpu, spec.itemsize) or refuse_filters(spec):
         return reason
     if spec.size != (spec.h, spec.w):
         return f"{spec.size} pixels of the result, and {spec.h} x {spec.w} of x"
-    channels = [spec.c, spec.k]
-    if narrow:
-        channels.remove(16)
     least = 64 if whole else 8
-    if odd := [c for c in channels if c % least]:
+    if odd := [c for c in (spec.c, spec.k) if c % least]:
         return f"{odd[0]} channels are no multiple of {least}"
     if not whole:
-        few = min(channels)
-        return f"{few} channels are less than a block of 64" if few < 64 else None
-    widths = _PIECES if narrow else WIDTHS
-    if spec.w not in widths:
-        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, widths))}"
+        return None
+    if spec.w not in WIDTHS:
+        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, WIDTHS))}"
     rows = _PIXELS // (piece_of_row(spec.w) * images_of_row(spec.w))
     return f"{spec.h} rows are no multiple of {rows}" if spec.h % rows else None
 
@@ -97,9 +90,7 @@ def splits_of(spec: ConvSpec, gpu: Device) -> int:
     """Into how many parts to cut the sum over pixels: the fewest rounds of programs, which have a
     multiprocessor each, times their length. One part if there are blocks of channels for most
     multiprocessors; 0 if there are too few tiles to share."""
-    co, ci = spec.of_filters
-    # of few channels those that would fill as many
-    blocks = -(-co * ci // 64**2) if _is_narrow(spec) else blocks_of(co, ci)
+    blocks = blocks_of(*spec.of_filters)
     tiles = math.prod(tiles_of(spec.n, spec.h, spec.w))
 
     def time(splits: int) -> int:
@@ -112,7 +103,7 @@ def splits_of(spec: ConvSpec, gpu: Device) -> int:
 
 
 def blocks_of(co: int, ci: int) -> int:
-    """Blocks of 64x64 channels."""
+    """Blocks of 64x64 channels, or of 64x16 where there are fewer."""
     return -(-co // 64) * -(-ci // 64)
 
 
@@ -131,10 +122,9 @@ def _launch(tile: RowWgrad, splits: int, operands: WgradOperands) -> None:
 
 
 def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
-    co, ci = spec.of_filters
     width = piece_of_row(spec.w) * images_of_row(spec.w)
     beside = 16 if pieces_of_row(spec.w) > 1 else 0
-    blocks = blocks_of(co, ci) if c.block_ci == 64 else -(-co * ci // (64 * c.block_ci))
+    blocks = blocks_of(*spec.of_filters)
     steps = math.prod(tiles_of(spec.n, spec.h, spec.w)) / c.splits
     fetched = (_PIXELS // width + 2) * (width + beside) * 2 * c.block_ci + _PIXELS * 128
     products = 64 * c.block_ci * 9 * _PIXELS
@@ -160,23 +150,22 @@ def weight_grad(
     parts: Tensor,  # float32 [splits, CO * 9 * CI], or its like, to be written; one may be the sum
 ) -> None:
     """The gradient of the filters, in parts that have to be added up."""
-    swap = dy.shape[3] == 16  # then the kernel takes it for x
+    swap = dy.shape[3] == 16 != x.shape[3]  # then the kernel takes it for x
     few, many = (dy, x) if swap else (x, dy)
     n, h, w, ci = few.shape
     co = many.shape[3]
     if ci == 16:
         ci = parts.shape[1] // (9 * co)
     narrow = few.shape[3] == 16
+    block_ci = 16 if narrow else 64
     images, width = images_of_row(w), piece_of_row(w)
     groups, tiles_h = tiles_of(n, h, w)
     rows = _PIXELS // (width * images)
     columns = pieces_of_row(w)
     ragged = not narrow and (ci % 64 > 0 or co % 64 > 0)
-    assert (columns == 1 and not ragged) or not narrow
-    blocks = co // 64 if narrow else blocks_of(co, ci)
-    conv_row_wgrad_kernel[(blocks * parts.shape[0],)](
-        in_rows(few, 1, images, width, 16 if narrow else 64),
-        in_rows(many, rows, images, width, 64), None if columns == 1 else in_rows(few, 1, 1, 8, 64),
+    conv_row_wgrad_kernel[(blocks_of(co, ci) * parts.shape[0],)](
+        in_rows(few, 1, images, width, block_ci), in_rows(many, rows, images, width, 64),
+        None if columns == 1 else in_rows(few, 1, 1, 8, block_ci),
         parts, parts.stride(0), ci, co, groups * tiles_h, tiles_h,
         W=width * images, IMAGES=images, COLUMNS=columns,
         STAGES=_STAGES_OF_16 if narrow else STAGES, SWAP=swap, RAGGED=ragged, num_warps=4,

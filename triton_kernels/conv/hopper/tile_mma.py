@@ -15,7 +15,8 @@ are stored with the block, under one barrier.
 Channels are cut into blocks of 128 bytes: 64, or 32 in TF32. If the last block has fewer, TMA reads
 zeros for the missing channels, and does not write them. Blocks of 64 bytes are for channels of
 which the last block would be half empty or more: zeros are multiplied like other numbers, and TMA
-takes longer to write a row with some of them than a whole one.
+takes longer to write a row with some of them than a whole one. Blocks of 32 bytes are for 16
+channels, as of a padded image.
 
 In TF32 a tile of the result, and what lies beside it, would need twice the shared memory. They go
 between registers and memory instead: a warp has 8 channels of a pixel at a time, a sector. Operands
@@ -75,6 +76,7 @@ TILES = (
 )
 # Of 16 bits, for channels of which half of a last block, or more, would be zeros. Others never won.
 HALVES = (TileMma(256, False, 64), TileMma(128, True, 64), TileMma(64, True, 64))
+QUARTERS = (TileMma(256, True, 32), TileMma(128, True, 32))  # for 16 channels, likewise
 
 CHANNELS = 64  # of a tile
 _CHUNK = 8  # pixels of shared memory, at multiples of which a product begins
@@ -99,7 +101,9 @@ def refuse(spec: ConvSpec, gpu: Device, ragged: bool = True) -> str | None:
 
 def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:
     """The tiles that `launch` can use."""
-    tiles = (*TILES, *HALVES) if _takes_halves(spec) else TILES
+    tiles = TILES
+    if _takes_halves(spec):
+        tiles = (*TILES, *(QUARTERS if spec.k <= 16 else HALVES))
     return [tile for tile in tiles if box_of(tile, spec.h, spec.w) is not None]
 
 
@@ -126,7 +130,7 @@ def launch(
     "identity" and no table, it is the plain input gradient, without terms. With `normed`, which
     needs tiles of whole images, the launch also computes the norm of the result."""
     n, h, w, k = operands.x.shape
-    c = operands.y.shape[3]
+    c = operands.y.shape[3] if operands.activation else len(operands.weight)  # may be fewer
     tf32 = operands.x.itemsize == 4
     if tf32 and operands.activation is not None:
         operands = operands._replace(weight=transpose_weights(operands.weight, 1)[0])
@@ -295,5 +299,5 @@ KERNEL = Kernel(
     launch=launch,
     adds=(*FORWARD_TERMS, "activation", "mask"),
     work=work,
-    fitted_by=("block_m", "filters_with_pixels"),
+    fitted_by=("block_m", "filters_with_pixels", "row_bytes"),
 )
