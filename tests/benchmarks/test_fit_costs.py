@@ -69,7 +69,7 @@ def test_some_kernels_are_fitted_beside_those_that_are_stored(tmp_path):
                 line |= {"gpu": HOPPER._asdict(), "config": config._asdict()}
                 print(json.dumps(line), file=out)
     layers = fit_costs.read([str(path)], HOPPER)
-    narrow = "narrow_input", "narrow_output"
+    narrow = ("narrow_output",)
     assert set(fit_costs.fit(layers, narrow)) == set(narrow)
     found = [line.split(" | ") for _, line in fit_costs.leave_out(layers, narrow)]
     assert len(found) == len(layers) > 20

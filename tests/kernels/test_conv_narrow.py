@@ -1,4 +1,5 @@
-"""The tiles of `conv.hopper` for 16 channels: where they apply, and their results on Hopper."""
+"""The tiles of `conv.hopper` to 16 channels, and weight gradients where one side has 16: where they
+apply, and their results on Hopper."""
 
 import dataclasses
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from triton_kernels.conv.fused import FORWARD, conv_forward
-from triton_kernels.conv.hopper import narrow, row_mma, row_wgrad
+from triton_kernels.conv.hopper import narrow, row_wgrad
 from triton_kernels.conv.weight_grad import conv_weight_grad, weight_grad_spec
 from triton_kernels.registry.choose import listed
 from triton_kernels.runtime.device import describe
@@ -16,7 +17,6 @@ from .compile_only import SHARED_LIMIT
 from .conv_fused_cases import (
     ROUNDING,
     Shape,
-    check_forward,
     forward_case,
     forward_reference,
     poison,  # noqa: F401  a fixture for every test here
@@ -24,9 +24,8 @@ from .conv_fused_cases import (
     relative,
     weight_grad_reference,
 )
-from .test_conv_hopper import gpu, repeatedly, rows_of, spec_of
+from .test_conv_hopper import gpu, repeatedly, spec_of
 
-IN = row_mma.NARROW_TILE
 OUT = narrow.OUT_TILE
 WGRAD = row_wgrad.NARROW_TILE
 # One tile, half a tile at the end of an image, fewer tiles than programs and many more, all of the
@@ -44,16 +43,6 @@ OUT_SHAPES = {
     "128 channels of odd images": Shape(37, 33, 64, 128, 16),
     "32x32": Shape(131, 32, 32, 128, 3),
     "odd images of 32": Shape(3, 33, 32, 64, 16),
-}
-# 16 channels to be multiplied, of x or of dy. A tile, fewer of them than programs and many more,
-# several blocks of 64 channels.
-IN_SHAPES = {
-    "two tiles": Shape(1, 4, 64, 16, 64),
-    "an image": Shape(1, 64, 64, 16, 64),
-    "many tiles": Shape(37, 64, 64, 16, 64),
-    "rows of channels": Shape(5, 12, 64, 16, 192),
-    "two tiles of 32": Shape(1, 8, 32, 16, 64),
-    "many tiles of 32": Shape(131, 32, 32, 16, 128),
 }
 # Either side narrow; rows of any width, several blocks of 64 channels.
 WGRAD_SHAPES = {
@@ -107,16 +96,6 @@ class TestGpu:
     def test_few_output_channels(self, name, dtype, device):
         repeatedly(lambda: check_out(OUT_SHAPES[name], dtype, device))
 
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("name", IN_SHAPES)
-    def test_few_input_channels(self, name, dtype, device):
-        repeatedly(lambda: check_forward(IN_SHAPES[name], dtype, device, IN))
-
-    @pytest.mark.parametrize("name", IN_SHAPES)
-    def test_sums_that_a_number_multiplies(self, name, device):
-        shape, dtype = IN_SHAPES[name], torch.bfloat16
-        repeatedly(lambda: check_forward(shape, dtype, device, IN, factor=0.5**0.5))
-
     @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("name", WGRAD_SHAPES)
@@ -141,14 +120,6 @@ class TestGpu:
         assert tile(2, 64, 64, 24, 40) == row_wgrad.TILE
         for shape in ((2, 64, 64, 16, 3), (2, 64, 64, 3, 68), (1, 4, 64, 3, 64)):
             assert tile(*shape) is None
-
-    def test_where_few_channels_are_multiplied(self):
-        half = torch.half
-        stem = Shape(2, 8, 64, 16, 64)
-        assert rows_of(FORWARD, spec_of(stem, half)) == [row_mma.NARROW_TILE]
-        assert not rows_of(FORWARD, spec_of(stem, half, extra=(64,)))
-        stem = Shape(2, 8, 32, 16, 64)
-        assert rows_of(FORWARD, spec_of(stem, half)) == [row_mma.NARROW_TILE]
 
     def test_what_applies(self, device):
         for shape in OUT_SHAPES.values():

@@ -126,8 +126,8 @@ class TestFittedCosts:
             ({"n": 16, "h": 32, "w": 32, "k": 128}, "narrow_output"),
             ({"n": 1, "h": 32, "w": 32, "c": 128}, "tile_mma"),
             ({"n": 4, "h": 64, "w": 64, "c": 64}, "tile_mma"),
-            ({"n": 64, "h": 32, "w": 32, "c": 64}, "narrow_input"),
-            ({"n": 32, "h": 32, "w": 32, "c": 256}, "narrow_input"),
+            ({"n": 64, "h": 32, "w": 32, "c": 64}, "tile_mma"),
+            ({"n": 32, "h": 32, "w": 32, "c": 256}, "tile_mma"),
         ],
         ids=str,
     )

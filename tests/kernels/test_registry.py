@@ -11,6 +11,7 @@ import torch
 
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper import row_mma
+from triton_kernels.conv.hopper.narrow import NarrowOutput
 from triton_kernels.conv.plain.split_k import CONV_SPLIT
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.registry import choose as registry, rows, search
@@ -125,10 +126,10 @@ def test_a_kernel_is_known_by_its_name(measured):
 
 def test_configurations_of_two_kernels_are_never_equal():
     """Though they are tuples, of numbers that may be the same."""
-    narrow, stationary = row_mma.NarrowInput(256), row_mma.StationaryWeights(256)
-    assert narrow == row_mma.NarrowInput(256) != stationary
+    narrow, stationary = NarrowOutput(256), row_mma.StationaryWeights(256)
+    assert narrow == NarrowOutput(256) != stationary
     assert stationary not in (narrow, (256,))
-    assert len({narrow, stationary, row_mma.NarrowInput(256)}) == 2
+    assert len({narrow, stationary, NarrowOutput(256)}) == 2
 
 
 def test_a_configuration_that_is_not_listed_any_more_is_not_used(measured, caplog):
@@ -408,7 +409,7 @@ class TestSelect:
     def test_no_wgmma_no_hopper_kernel(self):
         reasons = {k.name: k.refuse(self.spec(), AMPERE) for k in FORWARD.kernels}
         assert reasons["pointer"] is None and "TMA unit" in reasons["tma"]
-        hopper = "stationary_weights", "narrow_input", "tile_mma", "narrow_output"
+        hopper = "stationary_weights", "tile_mma", "narrow_output"
         assert all("wgmma" in reasons[name] for name in hopper)
 
     @pytest.mark.parametrize("channels", [64, 96, 320, 20, 3])

@@ -104,7 +104,7 @@ FORWARD = Op(
     kernels=(
         _tma(_FWD_CONFIGS, fused_launch.forward, FORWARD_TERMS),
         pointer.FORWARD,
-        *row_mma.KERNELS,
+        row_mma.STATIONARY,
         tile_mma.KERNEL,
         linear_mma.FUSED,
         narrow.KERNEL,

@@ -1,7 +1,7 @@
 """Convolutions for Hopper in Gluon, where shared memory, barriers and products are written out.
 
     launcher          computes                            kernels
-    row_mma           fused 3x3, 64 or 16 channels in     stationary_weights
+    row_mma           fused 3x3, 64 channels in           stationary_weights
     tile_mma          fused 3x3, any channels             tile_mma_kernels
     linear_mma        1x1 and linear layers, any          linear_mma_kernel
                       channels, fused and public

@@ -11,13 +11,12 @@ def refuse_3x3(
     spec: ConvSpec,
     gpu: Device,
     widths: Sequence[int] = (),
-    narrow: bool = False,
     ragged: bool = False,
     tf32: bool = False,
 ) -> str | None:
-    """Of stride 1 and padding 1 in 16 bits, whose channels come in blocks of 64; of those that are
-    multiplied not, if they are `narrow`. Without `widths` rows have any number of pixels.
-    `ragged`: the last block may have fewer channels. `tf32`: also in that."""
+    """Of stride 1 and padding 1 in 16 bits, whose channels come in blocks of 64. Without `widths`
+    rows have any number of pixels. `ragged`: the last block may have fewer channels. `tf32`: also
+    in that."""
     multiplied = 2 if tf32 and spec.dtype == "tf32" else spec.itemsize
     if reason := missing(gpu, multiplied):
         return reason
@@ -25,7 +24,7 @@ def refuse_3x3(
         return reason
     # rows of what TMA fetches are multiples of 16 bytes
     least = 16 // spec.itemsize if ragged else 64
-    if odd := [c for c in _channels(spec, narrow, ragged) if c % least]:
+    if odd := [c for c in _channels(spec, ragged) if c % least]:
         return f"{odd[0]} channels are no multiple of {least}"
     if ragged and _lacking(spec):
         return f"tensors of {spec.k} and {spec.c} channels, filters of {spec.of_filters}"
@@ -49,13 +48,11 @@ def _lacking(spec: ConvSpec) -> bool:
     return many < wide or (few < narrow and (spec.itemsize == 4 or summed))
 
 
-def _channels(spec: ConvSpec, narrow: bool, ragged: bool) -> list[int]:
+def _channels(spec: ConvSpec, ragged: bool) -> list[int]:
     channels = [spec.c, *spec.extra]
     if spec.first is not None:
         channels += [spec.first, spec.c - spec.first]
     filters = spec.filters or (spec.k, spec.c)
-    if narrow:
-        return [*channels, max(filters)]
     return [*channels, spec.k, *(filters[1:] if ragged else filters)]
 
 

@@ -1,5 +1,5 @@
 """3x3 convolutions in 16 bits for Hopper, forward and input gradient, whose filters stay on the
-multiprocessor: of 64 channels, and of 16. Written in Gluon.
+multiprocessor. Written in Gluon.
 
 What plain Triton cannot say, and what it gains:
 
@@ -11,8 +11,7 @@ What plain Triton cannot say, and what it gains:
   loads, and warpgroups multiply, a tile each.
 - 64 channels are multiplied, whose filters stay in shared memory. Rows of pixels pass through a
   ring, and three warpgroups take tiles of two rows (STATIONARY_TILE), or two of four rows
-  (STATIONARY_TILE_OF_4). Where there are 16 channels, as of a padded image, the filters even stay
-  in registers (NARROW_TILE). Of more channels tiles are those of `tile_mma`.
+  (STATIONARY_TILE_OF_4). Other numbers of channels have the tiles of `tile_mma`.
 """
 
 from functools import partial
@@ -20,8 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes, missing
-from ...registry.cost import Work
+from ...hopper.descriptors import SUPPORTED, in_boxes
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import FORWARD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -46,23 +44,11 @@ class StationaryWeights(NamedTuple):
     rows = 1  # tiles one below the other
 
 
-@configures("narrow_input")
-class NarrowInput(NamedTuple):
-    """The same of 16 channels, whose filters stay in registers."""
-
-    block_m: int
-    rows = 1
-
-
 STATIONARY_TILE, STATIONARY_TILE_OF_4 = StationaryWeights(128), StationaryWeights(256)
-NARROW_TILE = NarrowInput(128)
-
-_WIDTHS = (64,)  # pixels of a row
-_NARROW_WIDTHS = (64, 32)  # of NARROW_TILE, of two rows or of four
 
 
-def _refuse_stationary(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := refuse_3x3(spec, gpu, _WIDTHS) or refuse_rows(spec, _PIXELS):
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := refuse_3x3(spec, gpu, (64,)) or refuse_rows(spec, _PIXELS):
         return reason
     if spec.k != 64:
         return f"filters of {spec.k} channels do not fit into shared memory; those of 64 do"
@@ -71,32 +57,11 @@ def _refuse_stationary(spec: ConvSpec, gpu: Device) -> str | None:
     return None
 
 
-def _refuse_narrow(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := missing(gpu, spec.itemsize):
-        return reason
-    if spec.k != 16 or min(spec.filters or (spec.k,)) > 16:
-        return f"it multiplies 16 channels, not {spec.k}"
-    return refuse_3x3(spec, gpu, _NARROW_WIDTHS, narrow=True) or refuse_rows(spec, _PIXELS)
-
-
-def _stationary(spec: ConvSpec, gpu: Device) -> list[StationaryWeights]:
+def _configs(spec: ConvSpec, gpu: Device) -> list[StationaryWeights]:
     return [STATIONARY_TILE] if spec.extra else [STATIONARY_TILE, STATIONARY_TILE_OF_4]
 
 
-def _narrow_work(spec: ConvSpec, gpu: Device, config: NarrowInput) -> Work:
-    """What its programs do: three warpgroups have a tile each."""
-    return Work(
-        tiles=spec.n * spec.h * spec.w // config.block_m * (spec.c // 64),
-        resident=3,
-        products=64 * config.block_m * spec.taps * spec.k,
-        fetched=config.block_m * spec.k * spec.itemsize,
-        steps=1,
-        written=64 * config.block_m,
-        memory=spec.bytes,
-    )
-
-
-def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
+def launch(config: StationaryWeights, operands: Operands) -> None:
     """The convolution, or its input gradient, with filters that stay where they are."""
     n, h, w, k = operands.x.shape
     c = operands.y.shape[3]
@@ -124,30 +89,16 @@ def launch(config: StationaryWeights | NarrowInput, operands: Operands) -> None:
 STATIONARY = Kernel(
     "stationary_weights",
     StationaryWeights,
-    _refuse_stationary,
-    _stationary,
+    _refuse,
+    _configs,
     launch=launch,
     adds=(*FORWARD_TERMS, "activation"),
-)
-KERNELS = (
-    STATIONARY,
-    Kernel(
-        "narrow_input",
-        NarrowInput,
-        _refuse_narrow,
-        lambda spec, gpu: [NARROW_TILE],
-        launch=launch,
-        adds=("emb", "residual", "factor", "stats"),
-        work=_narrow_work,
-    ),
 )
 
 
 def _stationary_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
     """Warpgroups that multiply; pairs of rows of pixels, and pairs of rows of the result, that
     there is shared memory for."""
-    if operands.x.shape[3] == 16:
-        return 3, 12, 3 * rows // 2
     if operands.norm and operands.norm.producers and not operands.extra:
         return (2, 5, 3) if operands.beside else (2, 6, 2)
     if operands.extra:

@@ -125,7 +125,6 @@ def multiply_rows(
     GROUPS: gl.constexpr = turns.GROUPS
     SLOTS: gl.constexpr = stages.shape[0]
     HAS_BESIDE: gl.constexpr = beside is not None
-    STAY: gl.constexpr = x.bufs.shape[2] == 16  # filters stay in registers: four per tap
     HALVES: gl.constexpr = ROWS // 2
     OWN: gl.constexpr = SLOTS // GROUPS
     AHEAD: gl.constexpr = 4 // ROWS  # taps whose products run while the next filters are loaded
@@ -138,12 +137,6 @@ def multiply_rows(
     phase = 0
     offs = c0 + gl.arange(0, 64, layout=VECTOR)
     image = -1
-    kept = ()
-    if STAY:
-        for r in gl.static_range(3):
-            mbarrier.wait(filters.full.index(r), 0)
-        for tap in gl.static_range(9):
-            kept = kept + (_filters(filters.bufs, tap, DGRAD, LAYOUT),)
     for index in range(GROUP, work.count, GROUPS):
         tile = first + index
         n = tile // tiles_h
@@ -183,17 +176,13 @@ def multiply_rows(
             pairs = pairs + (x.wait(place + i),)
         step = index * EXTRA
         for r in gl.static_range(3):
-            if not STAY:
-                mbarrier.wait(filters.full.index(r), 0)
+            mbarrier.wait(filters.full.index(r), 0)
             if r < EXTRA:
                 accs = _multiply_extra(accs, extra, filters.bufs, step + r, r, W, LAYOUT)
                 if r > 0:
                     accs = warpgroup_mma_wait(4, deps=accs)
             for s in gl.static_range(3):
-                if STAY:
-                    w = kept[r * 3 + s]
-                else:
-                    w = _filters(filters.bufs, r * 3 + s, DGRAD, LAYOUT)
+                w = _filters(filters.bufs, r * 3 + s, DGRAD, LAYOUT)
                 if r + s == 4:  # the last tap, after which the next warpgroup may multiply
                     if HAS_BESIDE and SLOTS < GROUPS * HALVES:
                         # Barriers tell only odd rounds from even ones: wait for this slot before
@@ -207,7 +196,7 @@ def multiply_rows(
                     out = out + (warpgroup_mma(w, row.permute((1, 0)), accs[j], is_async=True),)
                 accs = out
                 # registers hold the filters of AHEAD + 1 taps
-                if not STAY and (r * 3 + s >= AHEAD or r < EXTRA):
+                if r * 3 + s >= AHEAD or r < EXTRA:
                     accs = warpgroup_mma_wait(4, deps=accs)
                 if r < EXTRA and s == 1:  # the products of the 1x1 term are complete
                     sync_threads()

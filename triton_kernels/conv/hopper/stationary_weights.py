@@ -35,8 +35,8 @@ from .stationary_multiply import Vectors, multiply_rows
 
 @gluon.jit(do_not_specialize=["tiles", "tiles_h"])
 def conv_stationary_weights_kernel(
-    x_desc,  # [N, H, W, K] in boxes [1, 1, W, K], where K is 64 or 16: x, or dy
-    w_desc,  # [9, CO, CI] in boxes [1, 64, K]; DGRAD: [1, K, 64]
+    x_desc,  # [N, H, W, 64] in boxes [1, 1, W, 64]: x, or dy
+    w_desc,  # [9, CO, CI] in boxes [1, 64, 64]
     beside1_desc,  # [N, H, W, C] in boxes [1, 2, W, 64], or None: the residual; DGRAD: x
     beside2_desc,  # the second of two tensors that x concatenates, or None
     y_desc,  # [N, H, W, C] in boxes [1, 2, W, 64]: y, or dz
@@ -50,7 +50,7 @@ def conv_stationary_weights_kernel(
     extra_bias_ptr,  # [C] or None
     emb_ptr,  # [N, C] or None
     partial_ptr,  # [N, H / ROWS, 2, C] or None
-    sums_ptr,  # float32 [N, TILES_OF_X, 2, 64], of x, if act(norm(x)) is convolved, K = 64; or None
+    sums_ptr,  # float32 [N, TILES_OF_X, 2, 64], of x, if act(norm(x)) is convolved; or None
     norm_weight_ptr,  # [64]
     norm_bias_ptr,  # [64]
     scale_ptr,  # [N, 64] or None
@@ -86,14 +86,9 @@ def conv_stationary_weights_kernel(
     PRODUCES: gl.constexpr = x_ptr is not None
     gl.static_assert(BESIDE == 1 or SLOTS <= GROUPS * (ROWS // 2))
     dtype: gl.constexpr = x_desc.dtype
-    K: gl.constexpr = x_desc.block_shape[3]
-    PIXELS: gl.constexpr = gl.NVMMASharedLayout(2 * K, 16)
-    FILTER_ROWS: gl.constexpr = w_desc.block_shape[1]
-    FILTER_COLUMNS: gl.constexpr = w_desc.block_shape[2]
-    x_bufs = allocate_for_views(dtype, [rows_chunks(2 * PAIRS, W), 8, K], PIXELS)
-    w_bufs = gl.allocate_shared_memory(
-        dtype, [9 + EXTRA, 1, FILTER_ROWS, FILTER_COLUMNS], w_desc.layout
-    )
+    PIXELS: gl.constexpr = gl.NVMMASharedLayout(128, 16)
+    x_bufs = allocate_for_views(dtype, [rows_chunks(2 * PAIRS, W), 8, 64], PIXELS)
+    w_bufs = gl.allocate_shared_memory(dtype, [9 + EXTRA, 1, 64, 64], w_desc.layout)
     stages = gl.allocate_shared_memory(dtype, [SLOTS, 1, 2, W, 64], y_desc.layout)
     x = new_ring(x_bufs, PAIRS, 2, 2 if PRODUCERS == 2 else 1)
     filters = Filters(w_bufs, new_barriers(3))
