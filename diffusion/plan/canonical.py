@@ -2,7 +2,6 @@
 
 - Common subexpressions are merged, unused nodes are removed, and nodes without inputs are computed
   now.
-- What is detached and only computes something else that is detached is detached once, at the end.
 - Norms over channels, activations and gated products that a module writes itself become one node
   (`norms_by_hand`, `products_by_hand`).
 - A norm and the following activation become one node, with the embedding's scale and shift (FiLM).
@@ -26,7 +25,7 @@ from .products_by_hand import find_activations, find_gates
 
 def canonicalise(graph: Graph) -> None:
     """Apply all of them, in place."""
-    first = _constants, once, _detached, _casts, _biases, find_norms, find_activations, find_gates
+    first = _constants, once, _casts, _biases, find_norms, find_activations, find_gates
     for rewrite in (*first, _norms, fold_factors, _scales, _padding):
         rewrite(graph)
         graph.prune()
@@ -60,24 +59,6 @@ def once(graph: Graph) -> None:
         if first is not node:
             same.update(zip(node.outputs.values(), first.outputs.values(), strict=True))
     graph.substitute(same)
-
-
-def _detached(graph: Graph) -> None:
-    """A detach in front of others alone is none, so that what is between them may be one node: a
-    norm under `no_grad`."""
-    blind: set[Value] = set()  # to which no gradient comes
-    readers = graph.consumers()
-    for node in reversed(graph.nodes):
-        for value in node.outputs.values():
-            if all(r is not None and _sends_none(r, blind) for r in readers.get(value, ())):
-                blind.add(value)
-    graph.substitute(
-        {n.out: n.inputs["x"] for n in graph.nodes if n.op == "detach" and n.out in blind}
-    )
-
-
-def _sends_none(node: Node, blind: set[Value]) -> bool:
-    return node.op in ("detach", "draw") or blind.issuperset(node.outputs.values())
 
 
 _MOVES = ("upsample", "pad", "slice", "reshape", "layout")  # which compute nothing

@@ -148,6 +148,9 @@ class _Tracer:
         self.recording, self.graph = recording, Graph()
         self.low = Lowering(self.graph, recording.differentiable)
         self.made: dict[int, View] = {}  # by the tensors' ids
+        # of these, what is made under `no_grad`: it is detached where something else reads it, and
+        # has the nodes that it would have with gradients
+        self.apart: set[int] = set()
 
     def run(self, reads: Reads) -> Traced:
         given = self._begin()
@@ -158,7 +161,7 @@ class _Tracer:
         for leaf in result:
             if isinstance(leaf, Tensor):
                 results.append(_Output(len(outputs)))
-                outputs.append(self.low.gather(self.made[id(leaf)]))
+                outputs.append(self.low.gather(self._seen(leaf)))
             elif holds_tensors(leaf):
                 name = type(leaf).__name__
                 raise PlanError(
@@ -200,7 +203,8 @@ class _Tracer:
         low.name = f"{call.target.namespace}.{call.target._opname}"  # aten.conv2d
         low.function, low.target = call.function, call.target
         low.meta, self.graph.source = metas if several else call.result, call.source
-        args, kwargs = pytree.tree_map_only(Tensor, self._found, (call.args, call.kwargs))
+        found = self._seen if call.differentiable else self._found
+        args, kwargs = pytree.tree_map_only(Tensor, found, (call.args, call.kwargs))
         lowering = LOWERINGS.get(low.name.removeprefix("aten."))
         if is_function(call.target) and (lowering is None or _has_complex(lowering, call)):
             lowering = function
@@ -220,16 +224,22 @@ class _Tracer:
         for meta, view in zip(metas, made, strict=False):
             if (view.shape, view.value.dtype) != (tuple(meta.shape), meta.dtype):
                 raise low.refuse(f"whose result is {meta.dtype} {list(meta.shape)}")
-            self.made[id(meta)] = view if call.differentiable else detached(low, view)
+            self.made[id(meta)] = view
+            (self.apart.discard if call.differentiable else self.apart.add)(id(meta))
             if low.differentiable and id(meta) in self.recording.rewritten:
                 self.made[id(meta)] = self._rewritten(meta)
+                self.apart.discard(id(meta))
 
     def _rewritten(self, x: Tensor) -> View:
         """What a parameter is after the forward pass has written to it."""
         of = self.graph.parameters[self.recording.rewritten[id(x)]]
-        value = self.low.gather(self.made[id(x)], of.shape)
+        value = self.low.gather(self._seen(x), of.shape)
         y = self.low.make("rewritten", {"x": value, "of": of}, of.shape, of.dtype)
         return whole(y, tuple(x.shape))
+
+    def _seen(self, x: Tensor) -> View:
+        """What was made of it, as a call that records gradients reads it."""
+        return detached(self.low, self._found(x)) if id(x) in self.apart else self._found(x)
 
     def _found(self, x: Tensor) -> View:
         if id(x) not in self.made:

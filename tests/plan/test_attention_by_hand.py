@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from diffusion.plan.build import plan
 from diffusion.plan.launch.products import is_of_kernels
@@ -148,6 +149,24 @@ def test_forms_in_float64(name):
     compared = compare(module.double(), tuple(x.double() for x in args))
     assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
     assert compared.graph.count().get("attention", 0) == FORMS[name][1]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if FORMS[name][1]])
+def test_forms_under_no_grad(name):
+    """As a network that is conditioned on its own result has them, within a call that trains."""
+    module, args = attends(name)
+    attention = module.function
+
+    def conditioned(q, k, v, b):
+        with torch.no_grad():
+            first = pytree.tree_leaves(attention(q, k, v, b))
+        return q * first[0].sum()
+
+    module.function = conditioned
+    compared = compare(module.double(), tuple(x.double() for x in args))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    assert all(compared.grads[name] == (None, None) for name in ("kv.weight", "kv.bias", "x1"))
+    assert compared.graph.count()["attention"] == ONE
 
 
 def _by_guided_diffusion(rows, first):
