@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -141,6 +142,12 @@ def test_a_buffer_that_is_written_to_has_another_value_behind_the_call():
         (lambda net, x: x[x > 0], "__getitem__"),
         (lambda net, x: x * torch.rand(3, device=x.device)[0].item(), "item"),
         (lambda net, x: x if (net.count > 0).all() else -x, "__bool__"),
+        (lambda net, x: x if torch.equal(x, net.count) else -x, "equal"),
+        (lambda net, x: x[torch.where(x > 0)[0]], "where"),
+        (lambda net, x: x.repeat_interleave(x[:, 0, 0].long(), 0), "repeat_interleave"),
+        (lambda net, x: x[: len(x.detach()[0].tolist())], "tolist"),
+        (lambda net, x: x * float(x.detach().numpy().sum()), "numpy"),
+        (lambda net, x: x * float(np.asarray(x.detach()).sum()), "__array__"),
     ],
 )
 @pytest.mark.parametrize("autocast", [False, True])
@@ -164,6 +171,8 @@ def _left_out(net, x):
         (lambda net, x: x * torch.linspace(0, 1, 5, device=x.device)[3].item(), 0.75),
         (lambda net, x: x * int(torch.ones_like(x).sum()), 12.0),
         (lambda net, x: x * torch.arange(4, device=x.device).flip(0).tolist()[1], 2.0),
+        (lambda net, x: x * float(torch.arange(4, device=x.device).numpy()[3]), 3.0),
+        (lambda net, x: x * float(np.asarray(torch.ones(3), np.float64).sum()), 3.0),
     ],
 )
 @pytest.mark.parametrize("autocast", [False, True])

@@ -3,6 +3,7 @@
 Layers that are one op in a plan but several in PyTorch are noted as one (`_WHOLE`), others are
 called in another way (`composites`), and what no plan does is refused."""
 
+import re
 import sys
 import weakref
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.overrides import TorchFunctionMode
 
 from ..graph import PlanError
@@ -41,12 +43,10 @@ _PLACES = {  # what asks where a tensor is
     Tensor.get_device,
     *(getattr(Tensor, f"is_{kind}").__get__ for kind in _KINDS if hasattr(Tensor, f"is_{kind}")),
 }
-_NUMBERS = frozenset(  # names of what has to know a tensor's numbers
-    "item tolist numpy __bool__ __int__ __float__ __index__ nonzero argwhere unique bincount"
-    " masked_select".split()
-)
-# of these, what gives them to Python
-_GIVEN = frozenset("item tolist numpy __bool__ __int__ __float__ __index__".split())
+# names of what gives a tensor's numbers to Python, some of them as an array in the tensor's memory
+_ARRAYS = frozenset(("numpy", "__array__"))
+_GIVEN = _ARRAYS.union("item tolist __bool__ __int__ __float__ __index__".split())
+_OF_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _WRITES = frozenset(  # names of what writes to its first argument, besides those that end in _
     f"__{name}__"
     for name in "setitem iadd isub imul idiv itruediv ifloordiv imod ipow iand ior ixor".split()
@@ -175,15 +175,16 @@ class Functions(TorchFunctionMode):
     def _called(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Its result. PlanError: it would need the numbers of a tensor that has none."""
         try:
+            if name in _ARRAYS and torch._is_functional_tensor(args[0]):
+                raise DataDependentOutputException(name)
             return function(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            by_mask = name == "__getitem__" and "nonzero" in str(error)
-            if name not in _NUMBERS and not by_mask:
+        except RuntimeError as error:
+            if name not in _GIVEN and not _wants_numbers(error):
                 raise
             if name in _GIVEN:
                 numbers = known_numbers(self.inner(args[0]), self.notes.found)
                 if numbers is not None:
-                    return getattr(numbers, name)()
+                    return getattr(numbers, name)(*args[1:], **kwargs)
             why = f"{name} of a tensor, whose numbers are not known before the call,"
             raise self._refused(why, "use torch.where, or give what it decides") from error
 
@@ -265,6 +266,18 @@ class Functions(TorchFunctionMode):
                 return None
             return (given["input"], given.get("p", 0.5), given.get("training", True)), {}
         return _in_order(target, args, kwargs)
+
+
+def _wants_numbers(error: RuntimeError) -> bool:
+    """Whether PyTorch says that it needs the numbers of a tensor that has none, and not that
+    somebody's op has no shapes."""
+    if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+        return True
+    op = re.match(r"(\w+)::(\w+)", str(error))
+    if op is None:
+        return re.search("meta tensor|nonzero", str(error)) is not None
+    packet = getattr(getattr(torch.ops, op[1]), op[2])
+    return any(_OF_NUMBERS & set(getattr(packet, name).tags) for name in packet.overloads())
 
 
 def _names_device(x: Any) -> bool:
