@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 
 from triton_kernels import fused_ops
@@ -90,6 +91,10 @@ class Accelerated(nn.Module):
         """The module's, with its names."""
         return self.module.state_dict(*args, **kwargs)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Of a dict with the module's names, by which missing and unexpected ones are told."""
+        return self.module.load_state_dict(*args, **kwargs)
+
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         for name in [name for name in state_dict if name.startswith(prefix)]:
             state_dict[f"{prefix}module.{name[len(prefix) :]}"] = state_dict.pop(name)
@@ -106,6 +111,8 @@ class Accelerated(nn.Module):
             return self.module(*args, **kwargs)
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise PlanError("torch.func cannot transform a plan (vmap, grad, jvp); use `.module`")
+        if forward_ad._current_level >= 0:
+            raise PlanError("a plan has no forward-mode gradients (dual tensors); use `.module`")
         return self.run(*self.plan_of(args, kwargs))
 
     _hidden = torch._disable_dynamo(_call)  # from torch.compile, which would compile the planning

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from diffusers import DDIMScheduler, DDPMPipeline, DDPMScheduler
 from torch import nn
+from torch.autograd import forward_ad
 
 from diffusion import accelerate
 from diffusion.plan.graph import PlanError
@@ -390,6 +391,10 @@ def test_refusals_say_why():
         accelerate(Of(lambda y, t: y))(x, np.ones(3))
     with pytest.raises(PlanError, match="torch.func cannot transform a plan"):
         torch.func.jvp(fast, (x,), (x,))
+    for enabled in (True, False):  # dual tensors have tangents under `no_grad`, too
+        with torch.set_grad_enabled(enabled), forward_ad.dual_level():
+            with pytest.raises(PlanError, match="no forward-mode gradients"):
+                fast(forward_ad.make_dual(x, x))
     with pytest.raises(TypeError, match="function is no torch.nn.Module"):
         accelerate(lambda x: x)
 

@@ -235,8 +235,12 @@ def test_weights_have_the_modules_names(nets):
         plain["net"].out.bias.add_(1)
     whole.load_state_dict(plain.state_dict())
     torch.testing.assert_close(fast(x), other(x) + 1)
-    with pytest.raises(RuntimeError, match="Missing key.*conv.bias"):
-        fast.load_state_dict({k: v for k, v in other.state_dict().items() if k != "conv.bias"})
+    less = {k: v for k, v in other.state_dict().items() if k != "conv.bias"}
+    for net in (module, fast):
+        with pytest.raises(RuntimeError, match=r'Missing key.*: "conv\.bias"'):
+            net.load_state_dict(less)
+        found = net.load_state_dict(less | {"other": x}, strict=False)
+        assert found.missing_keys == ["conv.bias"] and found.unexpected_keys == ["other"]
 
 
 def test_a_copy_by_pickle(nets):
