@@ -54,25 +54,57 @@ def _gains_last(graph: Graph) -> None:
     """x (g / root) is (x / root) g, as k-diffusion has it the other way around."""
     makers = graph.producers()
     for node, x, product in list(graph.products()):
-        factors = _maker(product, makers)
-        if factors is None or factors.op != "mul" or node.out.shape != x.shape:
+        factors, shape = _factors(product, x, makers)
+        if factors is None or node.out.shape != x.shape:
             continue
         for gain, root in (("a", "b"), ("b", "a")):
-            inputs = {"a": x, "b": factors.inputs[root]}
-            normed = graph.new("mul", inputs, {"y": (x.shape, node.out.dtype)}, node.source)
-            if _norm_of(normed, makers) is None:
-                continue
-            g, shape = _not_repeated(factors.inputs[gain], makers)
-            more = [normed]
-            for op, want in (("reshape", (shape, g.dtype)), ("cast", (shape, node.out.dtype))):
-                if (g.shape, g.dtype) != want:
-                    more.append(graph.new(op, {"x": g}, {"y": want}, node.source))
-                    g = more[-1].out
-            node.inputs = {"a": normed.out, "b": g}
-            at = graph.nodes.index(node)
-            graph.nodes[at:at] = more
-            makers = graph.producers()
-            break
+            found = _gain_last(graph, node, x, factors.inputs[gain], factors.inputs[root], shape)
+            if found:
+                at = graph.nodes.index(node)
+                graph.nodes[at : at + 1] = found
+                makers = graph.producers()
+                break
+
+
+def _factors(product: Value, x: Value, makers: Makers) -> tuple[Node | None, tuple[int, ...]]:
+    """The product that this is, and the shape of x beside it: of a gain of channels, or of one
+    number for each row, such as for those of a head."""
+    node = _maker(product, makers)
+    if node is not None and node.op == "mul":
+        return node, node.out.shape
+    over = _of_each_row(product, x, makers)
+    node = None if over is None else _maker(over, makers)
+    if node is None or node.op != "mul" or over.shape[-1:] != (1,):
+        return None, ()
+    return node, (*over.shape[:-1], x.numel // over.numel)
+
+
+def _gain_last(
+    graph: Graph, node: Node, x: Value, gain: Value, root: Value, shape: tuple[int, ...]
+) -> list[Node]:
+    """What computes the node's value as the norm of x in this shape times the gain; none, if it
+    is no norm."""
+    makers, dtype, nodes = graph.producers(), node.out.dtype, []
+
+    def made(op: str, inputs: dict[str, Value], *like: Any) -> Value:
+        """In a shape and dtype, which a value may have already."""
+        start = next(iter(inputs.values()))
+        if len(inputs) > 1 or (start.shape, start.dtype) != like:
+            nodes.append(graph.new(op, inputs, {"y": like}, node.source))
+            makers[nodes[-1].out] = nodes[-1]
+            return nodes[-1].out
+        return start
+
+    rows = made("reshape", {"x": x}, shape, x.dtype)
+    normed = made("mul", {"a": rows, "b": root}, shape, dtype)
+    if _norm_of(makers[normed], makers) is None:
+        return []
+    gain, like = _not_repeated(gain, makers)
+    gain = made("cast", {"x": made("reshape", {"x": gain}, like, gain.dtype)}, like, dtype)
+    product = made("mul", {"a": normed, "b": gain}, shape, dtype)
+    last = made("reshape", {"x": product}, node.out.shape, dtype)
+    makers[last].outputs = {"y": node.out}
+    return nodes
 
 
 def _not_repeated(g: Value, makers: Makers) -> tuple[Value, tuple[int, ...]]:

@@ -65,6 +65,12 @@ def _gained_first(x: Tensor, gain: Tensor) -> Tensor:
     return x * gain.to(x.dtype)
 
 
+def _heads_gained_first(m: Norm, x: Tensor, gain: Tensor) -> Tensor:
+    """k-diffusion's attention, of a number for each head; or of a vector of their channels."""
+    q = _last(x).unflatten(-1, (2, C // 2))
+    return q * (gain * torch.rsqrt(q.pow(2).sum(-1, keepdim=True) + 1e-3))
+
+
 def _edm2(x: Tensor) -> Tensor:
     norm = torch.linalg.vector_norm(x, dim=1, keepdim=True)
     return x / torch.add(1e-4, norm, alpha=(norm.numel() / x.numel()) ** 0.5)
@@ -86,6 +92,7 @@ FORMS: dict[str, Callable[[Norm, Tensor], Tensor]] = {
     ),
     "a parameter first": lambda m, x: _gained_first(_last(x), m.g.flatten()),
     "FiLM first": lambda m, x: _gained_first(_last(x), _last(m.t[0]) + 1),
+    "a parameter of heads first": lambda m, x: _heads_gained_first(m, x, m.head),
     "over a root": lambda m, x: m.g * (x / _rms(x, 0.1)) + m.b,
     "over a root of a sum": lambda m, x: x / ((x * x).sum(1, True) / C + 1e-2) ** 0.5,
     "over the length and eps": lambda m, x: x / (x.norm(dim=1, keepdim=True) * C**-0.5 + 0.1),
@@ -197,6 +204,29 @@ def test_of_filters(name, size):
     assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
     assert compared.graph.count().get("channel_norm", 0) == 1
     assert "mul" not in compared.graph.count() or size == 1
+
+
+GAINS_OF_HEADS = {
+    "heads behind pixels": lambda m, x: _heads_gained_first(m, x, m.head[:2, None].exp()),
+    "pixels behind heads": lambda m, x: _heads_gained_first(
+        m, x.flatten(2)[:, :, None], m.head[:2, None].exp()
+    ).transpose(1, 3),
+    "of each sample": lambda m, x: _heads_gained_first(m, x, m.t[0][:, None, None, :2, 0].exp()),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("name", GAINS_OF_HEADS)
+def test_a_number_for_each_head_first(name, n):
+    """Is multiplied behind the norm, as a vector is."""
+    module, (x, t) = made(GAINS_OF_HEADS[name])
+    compared = compare(module, (x[:n], t[:n]))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    nodes = trace(module, (x[:n], t[:n])).graph.nodes
+    ops = [node.attrs.get("target", node.op) for node in nodes]
+    aten = torch.ops.aten
+    assert ops.count("channel_norm") == 1
+    assert not {aten.pow.Tensor_Scalar, aten.sum.dim_IntList, aten.rsqrt.default} & set(ops)
 
 
 @pytest.mark.parametrize("n", [1, 2])
