@@ -132,7 +132,11 @@ GRADIENTS = {  # and what is said of those that have no place in a plan
     "a function of its own": (lambda net, x: Reversed.apply(net.linear(x)), ""),
     "grad": (
         lambda net, x: torch.autograd.grad(net.linear(x).sum(), [x], create_graph=True)[0],
-        "cannot be traced",
+        "grad, which the forward calls",
+    ),
+    "backward": (
+        lambda net, x: net.linear(x).sum().backward() or net.linear(x),
+        "backward, which the forward calls",
     ),
 }
 

@@ -81,5 +81,6 @@ def _draws_of(module: ModuleType) -> list[str]:
 
 def _refusal(name: str, line: str) -> PlanError:
     return PlanError(
-        f"{name} would be called once for all calls, and has no place in a plan ({line})"
+        f"{name} would be called once for all calls, and has no place in a plan; draw by PyTorch's"
+        f" own generator, or before the call ({line})"
     )

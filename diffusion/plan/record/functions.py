@@ -35,6 +35,7 @@ _WHOLE = {
     F.one_hot: _ATEN.one_hot.default,
 }
 _READS = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__)
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _INSTEAD = {Tensor.data.__get__: Tensor.detach}  # the former calls no op
 _META = torch.device("meta")
 _KINDS = "cpu cuda ipu maia meta mps mtia vulkan xla xpu".split()
@@ -197,6 +198,10 @@ class Functions(TorchFunctionMode):
         if name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):  # slower than PyTorch's as one
             why = f"{name}, which would be a node for each step of a sequence,"
             raise self._refused(why, "accelerate the modules beside it")
+        if function in _GRADIENTS:
+            raise self._refused(
+                f"{name}, which the forward calls,", "take gradients of its results"
+            )
         if function == Tensor.data.__set__:
             raise self._refused("data of a tensor, which the forward sets,", "use `copy_`")
         written = _written_by(name, args, kwargs)
@@ -213,7 +218,7 @@ class Functions(TorchFunctionMode):
             return
         if name == "requires_grad_" or function == Tensor.requires_grad.__set__:
             why = "requires_grad of a tensor, which the forward sets,"
-            raise self._refused(why, "set it before the call")
+            raise self._refused(why, "set it before the call, and take gradients of its results")
         if name == "detach_" or not isinstance(written, Tensor) or self.notes.own:
             return
         if not (written.is_floating_point() or written.is_complex()):
@@ -221,7 +226,8 @@ class Functions(TorchFunctionMode):
         if not torch.is_grad_enabled():
             raise self._refused(f"{name} under no_grad")
         if written.untyped_storage()._cdata in self.detached:
-            raise self._refused(f"{name} of what has been detached, or is called .data,")
+            why = f"{name} of what has been detached, or is called .data,"
+            raise self._refused(why, "write to the tensor itself")
 
     def _is_state(self, x: Tensor) -> bool:
         """Whether it is a buffer, or a parameter where no gradient is recorded: a plan writes to
