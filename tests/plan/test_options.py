@@ -95,6 +95,24 @@ def then(function):
     return run
 
 
+def _written_without_gradient(net, x):
+    """As a sampler within a forward pass does."""
+    with torch.no_grad():
+        y = net.linear(x).clamp_(-1, 1)
+        y[1:].mul_(2).add_(torch.zeros_like(x).fill_(0.5)[1:])
+        z = y.new_zeros(y.shape).scatter_(1, y.argsort(1), y)
+    return net.linear(x * z) + y
+
+
+def _written_both_ways(net, x):
+    with torch.no_grad():
+        y = torch.zeros_like(x)
+    y[1:] = net.linear(x)[1:]
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
 GRADIENTS = {  # and what is said of those that have no place in a plan
     "no_grad": (without_gradient(lambda y: y * y), ""),
     "inference_mode": (lambda net, x: torch.inference_mode()(lambda: x * 2)() + net.linear(x), ""),
@@ -116,6 +134,8 @@ GRADIENTS = {  # and what is said of those that have no place in a plan
         without_gradient(lambda y: torch.mul(y, 2, out=y)),
         "mul under no_grad",
     ),
+    "what is made under no_grad": (_written_without_gradient, ""),
+    "and then with gradients": (_written_both_ways, "mul_ under no_grad"),
     "mul_ of data": (then(lambda y: y.data.mul_(2)), "mul_ of what has been detached"),
     "add_ of a part": (then(lambda y: y.detach()[0].add_(2)), "add_ of what has been detached"),
     "data is set": (then(lambda y: setattr(y, "data", y.detach() * 2)), "data of a tensor"),

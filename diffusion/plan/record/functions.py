@@ -70,6 +70,7 @@ class Functions(TorchFunctionMode):
         super().__init__()
         self.notes = notes
         self.detached: dict[int, Tensor] = {}  # by their memory
+        self.blind: dict[int, Tensor] = {}  # likewise: made and written under `no_grad`
         # what was made without numbers, and how many calls were noted then
         self.made: list[tuple[weakref.ref[Tensor], int]] = []
 
@@ -86,6 +87,9 @@ class Functions(TorchFunctionMode):
         result = self._noted(function, args, kwargs)
         if isinstance(result, Tensor) and torch._is_functional_tensor(result):
             self.made.append((weakref.ref(result), len(notes.found.calls)))
+            given = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+            if not torch.is_grad_enabled() and _memory(result) not in map(_memory, given):
+                self.blind[_memory(result)] = result
         return result
 
     def _noted(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -106,7 +110,7 @@ class Functions(TorchFunctionMode):
                     function, args, kwargs = _of_numbers(function, args, kwargs)
                 result = self._called(function, name, args, kwargs)
                 if name == "detach":
-                    self.detached[result.untyped_storage()._cdata] = result
+                    self.detached[_memory(result)] = result
                 self._note_rewritten(_written_by(name, args, kwargs))
                 return result
             given, named = pytree.tree_map_only(Tensor, self.inner, arguments)
@@ -223,9 +227,13 @@ class Functions(TorchFunctionMode):
             return
         if not (written.is_floating_point() or written.is_complex()):
             return
+        memory = _memory(written)
         if not torch.is_grad_enabled():
-            raise self._refused(f"{name} under no_grad")
-        if written.untyped_storage()._cdata in self.detached:
+            if memory not in self.blind:
+                raise self._refused(f"{name} under no_grad")
+            return
+        self.blind.pop(memory, None)
+        if memory in self.detached:
             why = f"{name} of what has been detached, or is called .data,"
             raise self._refused(why, "write to the tensor itself")
 
@@ -272,6 +280,11 @@ class Functions(TorchFunctionMode):
                 return None
             return (given["input"], given.get("p", 0.5), given.get("training", True)), {}
         return _in_order(target, args, kwargs)
+
+
+def _memory(x: Tensor) -> int:
+    with torch._C.DisableTorchFunction():
+        return x.untyped_storage()._cdata
 
 
 def _wants_numbers(error: RuntimeError) -> bool:
