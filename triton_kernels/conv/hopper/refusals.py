@@ -45,7 +45,7 @@ def _lacking(spec: ConvSpec) -> bool:
     addresses, as in TF32, or summed."""
     (few, many), (narrow, wide) = sorted(spec.of_filters), sorted((spec.k, spec.c))
     summed = spec.c == narrow and (spec.stats or spec.activation is not None)
-    return many < wide or (few < narrow and (spec.itemsize == 4 or summed))
+    return many != wide or (few < narrow and (spec.itemsize == 4 or summed))
 
 
 def _channels(spec: ConvSpec, ragged: bool) -> list[int]:
