@@ -14,8 +14,7 @@ from ..hopper.pairs import round_pairs
 from ..hopper.pipeline import new_barriers
 from ..runtime.dependent_launch import await_inputs
 from .hopper_kernels import unseen_zero
-
-_LOG2_E = gl.constexpr(1.4426950408889634)
+from .kernels import LOG2_E
 
 
 @gluon.jit
@@ -317,7 +316,7 @@ def norm_attention_kernel(
             _fetch_filters(w_desc, rows, part, w_full, wq_bufs, w_bufs)
             sync_threads()  # here they meet anyway; else the compiler has them meet behind softmax
         offs = (head0 + head) * D + gl.arange(0, D, layout=COLUMN)[None, :]
-        results = _attend(queries, k_steps, v_steps, zero, scale * _LOG2_E, ROUNDS, dtype)
+        results = _attend(queries, k_steps, v_steps, zero, scale * LOG2_E, ROUNDS, dtype)
         for r in gl.static_range(ROUNDS):
             row = n * T + r * M + gl.arange(0, M, layout=gl.SliceLayout(1, OUT))
             gl.store(o_ptr + row.to(gl.int64)[:, None] * C + offs, results[r])

@@ -23,9 +23,8 @@ from ..hopper.pairs import round_pairs
 from ..hopper.pipeline import Ring, new_barriers, new_ring
 from ..runtime.dependent_launch import await_inputs
 from .hopper_kernels import unseen_zero
+from .kernels import LOG2_E
 from .streamed_kernels import first_part, matrix
-
-_LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @aggregate
@@ -131,7 +130,7 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr, D
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
     ring = memory.ring
-    scale_log2 = scale * _LOG2_E
+    scale_log2 = scale * LOG2_E
     k = matrix(memory.k_buf.index(0))
     v = matrix(memory.v_buf.index(0))
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT_Q))[:, None]

@@ -4,18 +4,8 @@
     backward  sums (read x, dy), coefficients, dx (read x, dy, write dx), params
 
 The three without brackets are small. All but the last are kernels of the fused step too
-(`norm.tables`, `norm.passes`); here dz is computed twice instead of stored. Sums of squares cancel
-when the mean is large, so every lane of a tile runs Welford's recurrence over its pixels, and
-lanes, chunks and channels are then merged by Chan's formula: no partial is ever a difference of
-large numbers. Partials are merged in a fixed order, without atomics: the same input gives the same
-bits.
-
-A tile is BLOCK_P pixels by BLOCK_C channels. TILES tiles make the chunk of pixels of one program,
-K chunks an image, CB blocks of channels the C channels. CG = C // G.
-
-x may be x1 beside x2 along the channels, a concatenation that is never in memory: the first CB1
-blocks of channels are of x1 and its C1 channels, the others of x2. What a program shares with
-others, it keeps at the channel's place in the whole.
+(`norm.sums`, `norm.tables`, `norm.passes`); here dz is computed twice instead of stored. x may be
+x1 beside x2 along the channels.
 """
 
 import math

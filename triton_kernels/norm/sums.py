@@ -6,9 +6,7 @@
 Sums are of chunks of pixels, K to an image and all of one size: float32 [N, K, 2, C], which
 `norm.tables` reads. They are written by plain stores, without atomics: the same input gives the
 same bits. Sums of squares cancel when the mean is large. Here every lane of a tile runs Welford's
-recurrence over its pixels, and lanes are merged by Chan's formula (Chan, Golub and LeVeque 1983):
-
-    M2 = sum M2_i + sum count_i (mean_i - mean)^2
+recurrence over its pixels, and lanes are merged as tiles are, by the formula in `norm.tables`.
 
 A program has one chunk of BLOCK_C channels, TILES tiles of BLOCK_P pixels. x may be x1 beside x2
 along the channels, a concatenation that is never in memory: the first CB1 of CB blocks of channels

@@ -138,6 +138,11 @@ class ConvSpec(Spec):
         return len(self.extra)
 
     @property
+    def border(self) -> int:
+        """The first channel of x2 in the concatenation of x1 and x2; 0: x is one tensor."""
+        return 0 if self.first in (None, self.c) else self.first
+
+    @property
     def taps(self) -> int:
         """Taps of the filter."""
         return self.r * self.s

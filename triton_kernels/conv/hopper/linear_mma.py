@@ -61,7 +61,7 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
         return f"it does 1x1 filters without padding, not {spec.moved}"
     if sorted(spec.of_filters) != sorted((spec.k, spec.c)):
         return f"tensors of {spec.k} and {spec.c} channels, filters of {spec.of_filters}"
-    if spec.first not in (None, spec.c):
+    if spec.border:
         return "x is two tensors; its epilogue reads one"
     if not configs(spec, gpu):
         return f"images of {spec.h}x{spec.w} are not cut into tiles of equally many pixels"

@@ -4,6 +4,7 @@ They stay in shared memory while the pixels pass by or, where there are few tile
 the pixels and all at once; so they are in the input gradient in TF32.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import triton
@@ -42,13 +43,10 @@ class UnfusedSingleTile(NamedTuple):
 
 
 @configures("unfused_single_tile_tf32")
-class UnfusedSingleTileTf32(NamedTuple):
+class UnfusedSingleTileTf32(UnfusedSingleTile):
     """The same of an input gradient in TF32."""
 
-    block_c: int
-    block_m: int
-    num_warps: int
-    programs: int
+    __slots__ = ()
 
 
 # (channels, pixels) of a program that does 1x1 filters; the last one spills a little
@@ -86,11 +84,14 @@ def _pointwise(spec: ConvSpec, gpu: Device) -> list[UnfusedPointwise]:
     ]
 
 
-def _single_tile(spec: ConvSpec, gpu: Device) -> list[UnfusedSingleTile]:
+def _single_tile(
+    spec: ConvSpec, gpu: Device, kind: type[UnfusedSingleTile], sizes: list[tuple[int, int, int]]
+) -> list[UnfusedSingleTile]:
+    (*_, m), most = spec.pixels, _TILES_A_PROCESSOR * gpu.num_sms
     return [
-        UnfusedSingleTile(channels, pixels, warps, programs)
-        for channels, pixels, warps in _SINGLE
-        if channels < spec.c + 64 and _tiles(spec, channels, pixels) <= _most_tiles(gpu)
+        kind(channels, pixels, warps, programs)
+        for channels, pixels, warps in sizes
+        if channels < spec.c + 64 and triton.cdiv(m, pixels) * triton.cdiv(spec.c, channels) <= most
         for programs in _programs(spec, gpu, channels, pixels)
     ]
 
@@ -103,24 +104,6 @@ def _refuse_single_tile_tf32(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.k > _MOST_K:
         return f"{spec.k} channels of dy; its loop is unrolled for {_MOST_K}"
     return None
-
-
-def _single_tile_tf32(spec: ConvSpec, gpu: Device) -> list[UnfusedSingleTileTf32]:
-    return [
-        UnfusedSingleTileTf32(channels, pixels, warps, programs)
-        for channels, pixels, warps in _SINGLE_TF32
-        if _tiles(spec, channels, pixels) <= _most_tiles(gpu)
-        for programs in _programs(spec, gpu, channels, pixels)
-    ]
-
-
-def _tiles(spec: ConvSpec, channels: int, pixels: int) -> int:
-    *_, m = spec.pixels
-    return triton.cdiv(m, pixels) * triton.cdiv(spec.c, channels)
-
-
-def _most_tiles(gpu: Device) -> int:
-    return _TILES_A_PROCESSOR * gpu.num_sms
 
 
 def _of_rows(operands: ConvOperands) -> ConvOperands:
@@ -225,7 +208,7 @@ FORWARD = (
         "unfused_single_tile",
         UnfusedSingleTile,
         _refuse_pointwise,
-        _single_tile,
+        partial(_single_tile, kind=UnfusedSingleTile, sizes=_SINGLE),
         launch=_launch_single_tile,
     ),
 )
@@ -235,7 +218,7 @@ INPUT_GRAD = (
         "unfused_single_tile_tf32",
         UnfusedSingleTileTf32,
         _refuse_single_tile_tf32,
-        _single_tile_tf32,
+        partial(_single_tile, kind=UnfusedSingleTileTf32, sizes=_SINGLE_TF32),
         launch=_launch_single_tile_tf32,
     ),
 )

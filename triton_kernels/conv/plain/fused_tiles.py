@@ -143,9 +143,7 @@ def fitting(configs: list[Config], spec: ConvSpec, gpu: Device) -> list[Config]:
         and serves(c, spec.itemsize, spec.r, pixels, even, grad)
         and _resident(c, spec, gpu) > 0
     ]
-    if spec.first is None or spec.first == spec.c:
-        return fit
-    within = [c for c in fit if spec.first % c.block_c == 0]  # one input a tile
+    within = [c for c in fit if spec.border % c.block_c == 0]  # one input a tile
     return within or fit
 
 

@@ -58,8 +58,7 @@ def straddles(config: Config | PointerTile, x1: Tensor, x2: Tensor | None) -> bo
 
 def fitting(configs: list, spec: ConvSpec) -> list:
     """Of the tiles that can do it those that no other serves better anyway."""
-    border = None if spec.first == spec.c else spec.first
     pixels = spec.n, spec.h, spec.w, spec.upsampled
     exact = [c for c in configs if not is_ragged(box_of(c, *pixels), spec.h, spec.w)]
-    within = [c for c in exact or configs if border is None or border % c.block_c == 0]
+    within = [c for c in exact or configs if spec.border % c.block_c == 0]
     return within or exact or configs
