@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import triton
 from torch import Tensor
 
-from ..hopper.descriptors import SUPPORTED, in_boxes, missing
+from ..hopper.descriptors import SUPPORTED, TensorDescriptor, in_boxes, missing
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
@@ -29,8 +29,6 @@ from .operands import BwdOperands, FwdOperands
 from .tiles import block_d
 
 if SUPPORTED:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .hopper_kernels import attention_bwd_head_kernel, attention_fwd_head_kernel
 
 _HEAD_DIMS = (16, 32, 64)
@@ -111,15 +109,14 @@ def shared(constants: dict, *widths: str) -> dict:
     return {name: constants[name] for name in ("num_heads", "scale", "T", "HEADS_QKV", *widths)}
 
 
-def described(x: Tensor, rows: int, d: int) -> "TensorDescriptor":
+def described(x: Tensor, rows: int, d: int) -> TensorDescriptor:
     """x [N, T, C] in boxes [1, rows, d]."""
-    n, t, c = x.shape
-    return in_boxes(x, [n, t, c], [t * c, c, 1], [1, rows, d])
+    return in_boxes(x, list(x.shape), [1, rows, d])
 
 
-def by_heads(x: Tensor, rows: int, constants: dict) -> "TensorDescriptor":
+def by_heads(x: Tensor, rows: int, constants: dict) -> TensorDescriptor:
     """x [N, T, C] as [N, T, C / D, D] in boxes [1, rows, 1, BLOCK_D]. What a box has beyond a head
     is zero where it is read, and is not written."""
     (n, t, c), d = x.shape, constants["D"]
     box = [1, rows, 1, constants["BLOCK_D"]]
-    return in_boxes(x, [n, t, c // d, d], [t * c, c, d, 1], box)
+    return in_boxes(x, [n, t, c // d, d], box)

@@ -122,8 +122,8 @@ def projected_attention(
         norm.check(n, c)
     k, cg = norm.tiles[0], c // groups
     norm_attention_kernel[(n * (num_heads // config.heads),)](
-        in_boxes(x, [n * t, c], [c, 1], [t, 64]),
-        in_boxes(weight, [3 * c, c], list(weight.stride()), [d, 64]),
+        in_boxes(x, [n * t, c], [t, 64]),
+        in_boxes(weight, [3 * c, c], [d, 64], list(weight.stride())),
         bias,
         partials,
         *affine,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ..hopper.descriptors import SUPPORTED, missing
+from ..hopper.descriptors import SUPPORTED, in_boxes, missing
 from ..registry.cost import fitted_to
 from ..registry.kernel import Kernel, configures
 from ..runtime.device import Device
@@ -26,9 +26,6 @@ from ..runtime.hardware import BESIDE_BUFFERS
 from .stage_spec import StageSpec
 
 if SUPPORTED:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .whole_kernel import conv1d_whole_kernel
 
 _ROWS = 64  # channels out of a program: the height of `wgmma`
@@ -144,20 +141,14 @@ def launch(
     fetched = shape.fetched(c.times)
     together = min(8, fetched & -fetched) if shape.stride == 1 else 1
     parts = triton.cdiv(n, c.samples) * triton.cdiv(shape.positions, c.times)
-    weight_strides = [shape.rows * shape.channels, shape.channels, 1]  # of one tap PyTorch has any
+    row = 128 // a.itemsize  # channels of a box
     conv1d_whole_kernel[(shape.rows // _ROWS, parts, splits(shape, c))](
-        _in_boxes(a, [t, n, channels], [channels, t * channels, 1], [together, c.samples]),
-        _in_boxes(weight, list(weight.shape), weight_strides, [1, _ROWS]), partial, side, n,
+        in_boxes(
+            a, [t, n, channels], [together, c.samples, row], [channels, t * channels, 1]
+        ),
+        in_boxes(weight, list(weight.shape), [1, _ROWS, row]), partial, side, n,
         C=shape.channels, T=t, CO=partial.shape[3], TAPS=shape.taps, STRIDE=shape.stride,
         TRANSPOSED=shape.transposed, SPLIT=shape.split, SAMPLES=c.samples, TT=c.times,
         BLOCKS=c.blocks, SLOTS=c.slots, TOGETHER=together, PDL=overlap, num_warps=4,
         **{"launch_pdl": True} if overlap else {},
     )  # fmt: skip
-
-
-def _in_boxes(
-    x: Tensor, shape: list[int], strides: list[int], box: list[int]
-) -> "TensorDescriptor":
-    """x seen in this shape, in boxes of 128 bytes of channels."""
-    layout = gl.NVMMASharedLayout(128, 8 * x.itemsize, rank=3)
-    return TensorDescriptor(x, shape, strides, [*box, 128 // x.itemsize], layout)

@@ -1,5 +1,8 @@
 """Inputs that the Gluon kernels support, and tensor descriptors for TMA."""
 
+import math
+from typing import Any
+
 from torch import Tensor
 
 from ..runtime.device import Device
@@ -11,6 +14,7 @@ try:
     from .compat import TensorDescriptor
 except (ImportError, AttributeError) as error:
     SUPPORTED, MISSING = False, f"{type(error).__name__}: {error}"
+    TensorDescriptor = Any  # for annotations
 else:
     SUPPORTED, MISSING = True, None
 
@@ -27,9 +31,12 @@ def missing(gpu: Device, itemsize: int = 2) -> str | None:
     return None if itemsize == 2 else f"numbers have {8 * itemsize} bits; it multiplies 16"
 
 
-def in_boxes(x: Tensor, shape: list[int], strides: list[int], box: list[int]) -> "TensorDescriptor":
-    """x seen in this shape with these strides, in elements. A row of a box is swizzled over its
-    whole width, or over 128 bytes."""
+def in_boxes(
+    x: Tensor, shape: list[int], box: list[int], strides: list[int] | None = None
+) -> TensorDescriptor:
+    """x seen in this shape with these strides, in elements; None: as it is contiguous, whatever x
+    says of sizes of 1. A row of a box is swizzled over its whole width, or over 128 bytes."""
+    strides = strides or [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     width = min(128, box[-1] * x.itemsize)
     layout = gl.NVMMASharedLayout(width, 8 * x.itemsize, rank=len(box))
     return TensorDescriptor(x, shape, strides, box, layout)

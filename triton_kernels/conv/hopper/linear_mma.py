@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, in_boxes, missing
+from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, TensorDescriptor, in_boxes, missing
 from ...registry.cost import Work, beside_rows, outside_rows
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
@@ -24,8 +24,6 @@ from ..plain.tma_boxes import unaddressable
 from .operands import Operands
 
 if SUPPORTED:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .linear_mma_kernel import conv_linear_mma_kernel
 
 
@@ -131,16 +129,16 @@ def _launch(
     tiles = -(-pixels // rows) * -(-n // images) * -(-c // config.block_c)
     assert partials is None or partials.shape[1] == pixels // rows
 
-    def in_rows(t: Tensor, rows: int) -> "TensorDescriptor":
+    def in_rows(t: Tensor, rows: int) -> TensorDescriptor:
         channels, box = t.shape[3], [rows, images, 64]
-        return in_boxes(t, [pixels, n, channels], [channels, pixels * channels, 1], box)
+        return in_boxes(t, [pixels, n, channels], box, [channels, pixels * channels, 1])
 
     most, at_first = registers(config, images)
     count = blocks_of_a_group(config)
     overlap = overlapping(x.device, 0)
     co, ci = weight.shape[:2]
     conv_linear_mma_kernel[(min(tiles, device.num_sms),)](
-        in_rows(x, rows), in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
+        in_rows(x, rows), in_boxes(weight, [co, ci], [64, 64]),
         in_rows(y, _PIECE // images), None if beside is None else in_rows(beside, _PIECE // images),
         vectors, extra_bias, emb, partials, 0 if emb is None else emb.stride(0), factor, n, pixels,
         k, c,

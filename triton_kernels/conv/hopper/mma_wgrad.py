@@ -17,8 +17,6 @@ pixels before they get to the sum (`triton_kernels.tf32`).
 import math
 from typing import NamedTuple
 
-from torch import Tensor
-
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing
 from ...reductions.column_sum import num_splits
 from ...registry.cost import Work
@@ -31,8 +29,6 @@ from ..configs import WgradOperands, fewest_of, split_kernel, wgrad_work
 from ..plain.tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box, refuse_wide_float32
 
 if SUPPORTED:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .mma_wgrad_kernel import conv_mma_wgrad_kernel
 
 BLOCK = 64  # channels
@@ -110,17 +106,13 @@ def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:
     n, p, q, _ = dy.shape
     box = pixel_box(tile.block_m, n, p, q)
     conv_mma_wgrad_kernel[(_blocks(co, ci, r * s, tile), splits)](
-        _in_boxes(x, box), _in_boxes(dy, box), partial, ci, p, q, co, count_boxes(box, n, p, q),
+        *(in_boxes(t, list(t.shape), [*box, BLOCK]) for t in (x, dy)), partial, ci, p, q, co,
+        count_boxes(box, n, p, q),
         PRODUCTS=1 if precision == "tf32" else 3, TAPS=r * s, S=s, PAD_H=padding[0],
         PAD_W=padding[1], X_BLOCKS=tile.block_x // BLOCK, STAGES=tile.num_stages,
         AHEAD=tile.read_ahead, num_warps=4, 
         maxnreg=thread_registers(tile.programs * _THREADS), **overlapping(x.device),
     )  # fmt: skip
-
-
-def _in_boxes(x: Tensor, box: tuple[int, int, int]) -> "TensorDescriptor":
-    n, h, w, c = x.shape
-    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [*box, BLOCK])
 
 
 def _blocks(co: int, ci: int, taps: int, tile: MmaWgrad) -> int:

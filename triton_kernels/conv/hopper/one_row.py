@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...hopper.descriptors import SUPPORTED, TensorDescriptor, in_boxes
 from ...registry.cost import Work
 from ...registry.spec import WHOLE_PIXELS, ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -21,8 +21,6 @@ from .operands import Operands, filters_in_boxes
 from .refusals import refuse_3x3
 
 if SUPPORTED:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .one_row_kernels import conv_one_row_kernel
 
 _WIDTHS = (16, 32, 64)  # pixels of a row
@@ -120,6 +118,5 @@ def _room(pixels: int, shared_memory: int) -> int:
     return (shared_memory - BESIDE_BUFFERS - pixels * 128) // (_FILTERS + 2 * pixels * 128)
 
 
-def _in_rows(x: Tensor, pixels: int) -> "TensorDescriptor":
-    n, h, w, c = x.shape
-    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, 1, pixels, 64])
+def _in_rows(x: Tensor, pixels: int) -> TensorDescriptor:
+    return in_boxes(x, list(x.shape), [1, 1, pixels, 64])

@@ -7,12 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...activations import rounded_grad
-from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...hopper.descriptors import TensorDescriptor, in_boxes
 from ...noise.dropout import Mask
 from ...norm.tables import Statistics
-
-if SUPPORTED:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 class Norm(NamedTuple):
@@ -84,8 +81,8 @@ class Operands(NamedTuple):
 
     def tensors(
         self,
-        read: Callable[[Tensor], "TensorDescriptor"],  # of pixels that are multiplied
-        written: Callable[[Tensor], "TensorDescriptor | Tensor"],  # of y and what is beside it
+        read: Callable[[Tensor], TensorDescriptor],  # of pixels that are multiplied
+        written: Callable[[Tensor], TensorDescriptor | Tensor],  # of y and what is beside it
         # of a filter, [CO, CI], and of columns of `extra`; None: all channels, 64 at most
         box: tuple[int, int] | None = None,
     ) -> list:
@@ -99,7 +96,7 @@ class Operands(NamedTuple):
         for other, w1x1 in self.extra:
             co, c = w1x1.shape
             strides = [co * w1x1.stride(0), w1x1.stride(0), 1]
-            filters = in_boxes(w1x1, [1, co, c], strides, [1, 64, columns])
+            filters = in_boxes(w1x1, [1, co, c], [1, 64, columns], strides)
             pairs += [read(other), filters]
         return [
             read(self.x),
@@ -127,10 +124,10 @@ def norm_of(operands: Operands) -> tuple[list, dict[str, int | None]]:
     return given, {"TILES_OF_X": sums.shape[1], "CG": 64 // groups}
 
 
-def filters_in_boxes(weight: Tensor, rows: int = 64, columns: int = 64) -> "TensorDescriptor":
+def filters_in_boxes(weight: Tensor, rows: int = 64, columns: int = 64) -> TensorDescriptor:
     """[CO, CI, 3, 3] in channels_last memory as [9, CO, CI], a box of one tap."""
     co, ci, _, _ = weight.shape
-    return in_boxes(weight, [9, co, ci], [ci, 9 * ci, 1], [1, rows, columns])
+    return in_boxes(weight, [9, co, ci], [1, rows, columns], [ci, 9 * ci, 1])
 
 
 def in_rows(
@@ -139,12 +136,12 @@ def in_rows(
     images: int = 1,
     width: int | None = None,
     channels: int | None = None,
-) -> "TensorDescriptor":
+) -> TensorDescriptor:
     """[N, H, W, C], or [H, W, N, C] of several images, in boxes of whole rows, or of so many of
     their pixels; and of so many channels, or of 64 at most."""
     n, h, w, c = x.shape
     block = channels or min(c, 64)
     if images > 1:
         box = [rows, width or w, images, block]
-        return in_boxes(x, [h, w, n, c], [w * c, c, h * w * c, 1], box)
-    return in_boxes(x, [n, h, w, c], [h * w * c, w * c, c, 1], [1, rows, width or w, block])
+        return in_boxes(x, [h, w, n, c], box, [w * c, c, h * w * c, 1])
+    return in_boxes(x, [n, h, w, c], [1, rows, width or w, block])

@@ -165,7 +165,9 @@ def launch(
     boxes = []
     of_x, of_dy = (64, tile.width) if tile.swapped else (tile.width, 64)
     for x, dy, _ in gradients:
-        boxes += [_in_points(x, of_x), _in_points(dy, of_dy)]
+        boxes += [
+            in_boxes(t, [pixels, t.shape[3]], [64, width]) for t, width in ((x, of_x), (dy, of_dy))
+        ]
     warps = 8 if tile.groups == 1 else 4 * (tile.groups + 1)
     conv_points_wgrad_kernel[(programs,)](
         *filled(boxes, 2 * MOST, None),
@@ -196,11 +198,6 @@ def _registers(tile: Points) -> int:
     """Of a thread that multiplies, so that all programs have room."""
     given = REGISTERS // (4 * WARP * tile.programs)
     return min(240, (given - LOADER_REGISTERS) // tile.groups // 8 * 8)
-
-
-def _in_points(x: Tensor, width: int):
-    n, h, w, c = x.shape
-    return in_boxes(x, [n * h * w, c], [c, 1], [64, width])
 
 
 def _work(spec: WeightGradsSpec, gpu: Device, tile: Points) -> Work:

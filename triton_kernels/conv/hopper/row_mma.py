@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import SUPPORTED, in_boxes
+from ...hopper.descriptors import SUPPORTED, TensorDescriptor, in_boxes
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import FORWARD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
@@ -28,8 +28,6 @@ from .operands import Operands, in_rows, norm_of
 from .refusals import refuse_3x3, refuse_rows
 
 if SUPPORTED:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .stationary_weights import conv_stationary_weights_kernel
 
 _PIXELS = 256  # of a tile
@@ -109,10 +107,10 @@ def _stationary_rings(operands: Operands, rows: int) -> tuple[int, int, int]:
     return 3, 5, 3
 
 
-def _in_rows_of(width: int, x: Tensor) -> "TensorDescriptor":
+def _in_rows_of(width: int, x: Tensor) -> TensorDescriptor:
     """x, or upsample(x) if that has this width: TMA reads a pixel twice, 0 further on."""
     n, h, w, c = x.shape
     if w == width:
         return in_rows(x)
     strides = [h * w * c, w * c, c, 0, 1]
-    return in_boxes(x, [n, h, w, 2, c], strides, [1, 1, w, 2, min(c, 64)])
+    return in_boxes(x, [n, h, w, 2, c], [1, 1, w, 2, min(c, 64)], strides)

@@ -60,11 +60,10 @@ def launch(operands: Operands) -> None:
     co, m = weight.shape[0], n * h * w
 
     def in_tiles(t: Tensor) -> object:
-        c = t.shape[3]
-        return in_boxes(t, [m, c], [c, 1], [PIXELS, 64])
+        return in_boxes(t, [m, t.shape[3]], [PIXELS, 64])
 
     conv_single_tile_kernel[(m // PIXELS * (co // 64),)](
-        in_tiles(x), in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
+        in_tiles(x), in_boxes(weight, [co, ci], [64, 64]),
         in_tiles(operands.beside[0]) if operands.beside else None, in_tiles(operands.y),
         operands.vectors, operands.partials, operands.factor, co,
         PIXELS=PIXELS, K_BLOCKS=ci // 64, num_warps=4, **overlapping(x.device, m),

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, in_boxes
+from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, TensorDescriptor, in_boxes
 from ...noise.dropout import WORD
 from ...registry.cost import Work, beside_rows, outside_rows
 from ...registry.kernel import Kernel, configures
@@ -52,8 +52,6 @@ from .operands import NormOfResult, Operands
 from .refusals import refuse_3x3
 
 if SUPPORTED:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .tile_mma_kernels import conv_tile_mma_kernel
 
 
@@ -255,11 +253,11 @@ def _fetchable(images: int, rows: int, width: int) -> bool:
 
 def in_rows(
     x: Tensor, rows: int, images: int, channels: int = 64, width: int | None = None
-) -> "TensorDescriptor":
+) -> TensorDescriptor:
     """[N, H, W, C] as [H, N, W, C], in boxes of whole rows, or of `width` pixels of them."""
     n, h, w, c = x.shape
     box = [rows, images, width or w, channels]
-    return in_boxes(x, [h, n, w, c], [w * c, h * w * c, c, 1], box)
+    return in_boxes(x, [h, n, w, c], box, [w * c, h * w * c, c, 1])
 
 
 def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:

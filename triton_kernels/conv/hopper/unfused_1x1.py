@@ -115,9 +115,9 @@ def _matrices(x: Tensor, weight: Tensor, y: Tensor, pixels: int) -> list:
     """x, the filters and y of a 1x1 convolution, in boxes of 64 channels."""
     (co, ci), (m, k), c = weight.shape[:2], x.shape[2:], y.shape[3]
     return [
-        in_boxes(x, [m, k], [k, 1], [pixels, 64]),
-        in_boxes(weight, [co, ci], [ci, 1], [64, 64]),
-        in_boxes(y, [m, c], [c, 1], [pixels, 64]),
+        in_boxes(x, [m, k], [pixels, 64]),
+        in_boxes(weight, [co, ci], [64, 64]),
+        in_boxes(y, [m, c], [pixels, 64]),
     ]
 
 
@@ -185,15 +185,11 @@ def _launch_single_tile_tf32(config: UnfusedSingleTileTf32, operands: ConvOperan
     m = dy.numel() // k
     channels, pixels, warps, programs = config
     conv_unfused_single_tile_tf32_kernel[(triton.cdiv(m, pixels) * triton.cdiv(c, channels),)](
-        in_boxes(dy, [m, k], [k, 1], [pixels, 32]),
-        in_boxes(weight, [k, c], [c, 1], [32, channels]),
-        in_boxes(dx, [m, c], [c, 1], [pixels, channels]),
-        c,
-        PIXELS=pixels,
-        K_BLOCKS=triton.cdiv(k, 32),
+        in_boxes(dy, [m, k], [pixels, 32]), in_boxes(weight, [k, c], [32, channels]),
+        in_boxes(dx, [m, c], [pixels, channels]), c,
+        PIXELS=pixels, K_BLOCKS=triton.cdiv(k, 32), num_warps=warps,
         BLOCKS=_blocks_at_once(4 * k, describe(dy.device), channels, pixels, programs),
-        num_warps=warps,
-    )
+    )  # fmt: skip
 
 
 FORWARD = (

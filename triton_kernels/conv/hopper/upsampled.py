@@ -24,7 +24,7 @@ from functools import partial
 from torch import Tensor
 
 from ...activations import rounded_grad
-from ...hopper.descriptors import SUPPORTED, in_boxes, missing
+from ...hopper.descriptors import SUPPORTED, TensorDescriptor, in_boxes, missing
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
@@ -33,8 +33,6 @@ from .operands import filters_in_boxes
 from .tile_mma import cut, in_rows, registers
 
 if SUPPORTED:
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from .upsampled_kernels import conv_parity_kernel
 
 TILES = (256, 128, 64)  # pixels
@@ -119,11 +117,11 @@ def _launch(
     pixels: int,
     shape: Sequence[int],  # of the small image, and channels of the result
     summed: Tensor,
-    pair: Sequence["TensorDescriptor"],  # what is convolved with them, and its single rows
-    whole: Sequence["TensorDescriptor"],  # other channels: the same two and their filters, or none
+    pair: Sequence[TensorDescriptor],  # what is convolved with them, and its single rows
+    whole: Sequence[TensorDescriptor],  # other channels: the same two and their filters, or none
     channels: Sequence[int],  # of both, where those of `whole` begin, of a pixel of the image
-    beside: "TensorDescriptor | None",  # x of an input gradient
-    result: "TensorDescriptor",
+    beside: TensorDescriptor | None,  # x of an input gradient
+    result: TensorDescriptor,
     vectors: Tensor | None,  # the bias, or the table of an input gradient
     emb: Tensor | None,
     partials: Tensor | None,
@@ -136,8 +134,8 @@ def _launch(
     known = describe(device)
     overlap = overlapping(device, 0)
     conv_parity_kernel[(min(count, known.num_sms),)](
-        *pair, _summed_in_boxes(summed), *(whole or (None, None, None)), beside, result, vectors,
-        emb, partials, *channels, 0 if emb is None else emb.stride(0),
+        *pair, in_boxes(summed, list(summed.shape), [1, 64, 64]), *(whole or (None, None, None)),
+        beside, result, vectors, emb, partials, *channels, 0 if emb is None else emb.stride(0),
         0 if slope is None or vectors is None else vectors.stride(1), n, h, c,
         ROWS=rows, IMAGES=images, W=w, DGRAD=slope is not None, ACT=slope,
         BLOCKS=blocks_of(pixels, images * w, known.shared_memory), **registers(pixels, images),
@@ -145,21 +143,15 @@ def _launch(
     )  # fmt: skip
 
 
-def _summed_in_boxes(summed: Tensor) -> "TensorDescriptor":
-    """[16, CO, K], a box of one tap."""
-    taps, co, k = summed.shape
-    return in_boxes(summed, [taps, co, k], [co * k, k, 1], [1, 64, 64])
-
-
-def _by_parity(x: Tensor, rows: int, images: int) -> "TensorDescriptor":
+def _by_parity(x: Tensor, rows: int, images: int) -> TensorDescriptor:
     """[N, H, W, C] as [H / 2, 2, N, W / 2, 2 C]."""
     n, h, w, c = x.shape
     strides = [2 * w * c, w * c, h * w * c, 2 * c, 1]
-    return in_boxes(x, [h // 2, 2, n, w // 2, 2 * c], strides, [rows, 1, images, w // 2, 64])
+    return in_boxes(x, [h // 2, 2, n, w // 2, 2 * c], [rows, 1, images, w // 2, 64], strides)
 
 
-def _of_one_kind(x: Tensor, rows: int, images: int) -> "TensorDescriptor":
+def _of_one_kind(x: Tensor, rows: int, images: int) -> TensorDescriptor:
     """[N, H, W, C] as [H, 1, N, W, C]."""
     n, h, w, c = x.shape
     strides = [w * c, w * c, h * w * c, c, 1]
-    return in_boxes(x, [h, 1, n, w, c], strides, [rows, 1, images, w, 64])
+    return in_boxes(x, [h, 1, n, w, c], [rows, 1, images, w, 64], strides)
