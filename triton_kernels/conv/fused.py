@@ -33,8 +33,7 @@ from ..registry.kernel import Kernel, Op
 from ..registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec, dtype_name, precision_of
 from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
-from . import forward
-from .configs import ConvOperands
+from .conv2d import conv2d_input_grad
 from .fused_spec import Terms, forward_spec
 from .hopper import linear_mma, narrow, row_mma, tile_mma
 from .hopper.operands import Operands
@@ -235,18 +234,13 @@ def conv_input_grad(
 def conv_plain_input_grad(
     dy: Tensor,  # [N, H, W, CO]
     weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of dy
-    config: tuple | None = None,  # of a kernel of `forward.INPUT_GRAD`
     *,
     allow_tf32: bool = True,
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x of conv(x)."""
     _check(weight, dy)
-    _, ci, r, s = weight.shape
-    dx = _empty((*dy.shape[:3], ci), dtype=dy.dtype, device=dy.device)
-    if dx.numel():
-        padding, precision = (r // 2, s // 2), precision_of(dy.dtype, allow_tf32)
-        forward.launch(ConvOperands(dy, weight, None, dx, 1, padding, precision, True), config)
-    return dx
+    padding = weight.shape[2] // 2, weight.shape[3] // 2
+    return conv2d_input_grad(dy, weight, dy.shape[1:3], 1, padding, allow_tf32)
 
 
 def _partials(tiles: int, y: Tensor) -> Tensor:
