@@ -110,12 +110,7 @@ def _takes_halves(spec: ConvSpec) -> bool:
     (What straddles two tensors fills a slot of whole blocks.)"""
     zeros = -spec.k % CHANNELS
     many = zeros >= CHANNELS // 2 and zeros >= _MANY_ZEROS * spec.k
-    return many and spec.itemsize == 2 and not _straddles(spec)
-
-
-def _straddles(spec: ConvSpec) -> bool:
-    """Whether a tile has channels of both tensors that x concatenates."""
-    return spec.first is not None and spec.first < spec.c and spec.first % CHANNELS > 0
+    return many and spec.itemsize == 2 and spec.border % CHANNELS == 0
 
 
 def launch(
@@ -269,7 +264,7 @@ def work(spec: ConvSpec, gpu: Device, c: TileMma) -> Work:
     read += [(k, c.block_m, CHANNELS) for k in spec.extra]
     blocks = -(-spec.k // size)
     extra = sum(-(-k // size) for k in spec.extra)
-    straddling = _straddles(spec)
+    straddling = spec.border % CHANNELS > 0  # tiles with channels of both tensors
     of_blocks = sum(-(-k // size) * (pixels + filters) for k, pixels, filters in read)
     beyond = 1 - spec.c / (CHANNELS * blocks_c)
     return Work(
