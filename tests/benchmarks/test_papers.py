@@ -1,5 +1,6 @@
 """The models that papers train, beside torch.compile."""
 
+import os
 import subprocess
 import sys
 import time
@@ -125,3 +126,23 @@ def test_both_are_timed_in_turns(monkeypatch):
 def test_timing_needs_a_gpu():
     with pytest.raises(ConfigError, match="need a CUDA device"):
         papers.main([])
+
+
+REHEARSED = """
+from benchmarks import papers
+from triton_kernels.registry.chips import chip
+from triton_kernels.runtime.launch_recorder import rehearsal
+
+with rehearsal(chip("h200").gpu) as launches:
+    papers.rehearse_all([papers.Case("evaluate", "unet_tiny", 2)])
+print(len(launches))
+"""
+
+
+def test_what_compiles_ahead_knows_the_launches():
+    """In a new process, which has recorded nothing yet, with Triton's compiler."""
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", REHEARSED]
+    done = subprocess.run(command, env=env, cwd=harness.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20

@@ -74,6 +74,11 @@ class Functions(TorchFunctionMode):
         # what was made without numbers, and how many calls were noted then
         self.made: list[tuple[weakref.ref[Tensor], int]] = []
 
+    def forget(self) -> list[tuple[weakref.ref[Tensor], int]]:
+        """`made`, of a forward pass that has ended: whose tensors are still there, others keep."""
+        self.detached, self.blind = {}, {}
+        return self.made
+
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs, notes = kwargs or {}, self.notes
         if not notes.shapes.by_device and casts():

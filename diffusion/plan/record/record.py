@@ -116,7 +116,7 @@ def _record(
             ):
                 result = forward(*args, **kwargs)
             found.left = left_in(attributes, functions.inner)
-            found.made = functions.made
+            found.made = functions.forget()
             for place, x in before.items():  # in which the call leaves what is there behind it
                 if states[place] is not x:
                     raise PlanError(
