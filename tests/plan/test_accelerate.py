@@ -23,6 +23,7 @@ from tests.kernels import chips
 from tests.plan.networks import NAMES, network
 from tests.plan.on_a_gpu import LOW
 from tests.plan.two_processes import images, small
+from triton_kernels.registry.chips import CHIPS
 from triton_kernels.runtime.launch_recorder import rehearsal
 
 BUDGET = 1e-4  # of float32, relative
@@ -351,7 +352,7 @@ def test_a_norm_in_float64_between_layers_in_a_rehearsal():
         def forward(self, x):
             return self.last(F.silu(self.norm(self.first(x).double()).float()))
 
-    with rehearsal(chips.HOPPER):
+    with rehearsal(CHIPS["a100"].gpu):  # whose kernels the interpreter can note
         fast = accelerate(Wide())
         with torch.autocast("cpu", torch.bfloat16):
             y = fast(torch.randn(2, 8, 6, 6))
