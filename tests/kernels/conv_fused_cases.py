@@ -106,6 +106,17 @@ def check_forward(shape: Shape, dtype, device, config=None, factor=None):
     return y, partials
 
 
+def check_padded(shape: Shape, dtype, device, config) -> list[Tensor]:
+    """A result of 16 channels, of which the filters have fewer: the others are zeros."""
+    x, weight, bias, emb, residual = forward_case(shape, dtype, device)
+    y, partials = conv_forward(x, weight, bias, width=16, config=config)
+    exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
+    assert partials is None and y.dtype == dtype
+    assert relative(y[..., : shape.co], exact) <= ROUNDING[dtype] + 2**-24 * (9 * shape.ci) ** 0.5
+    assert not y[..., shape.co :].any()
+    return [y]
+
+
 def check_stats(y: Tensor, partials: Tensor):
     """The statistics describe what was stored, to the precision of float32."""
     n, h, w, co = y.shape

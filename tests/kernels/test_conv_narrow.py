@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from triton_kernels.conv.fused import FORWARD, conv_forward
+from triton_kernels.conv.fused import FORWARD
 from triton_kernels.conv.hopper import narrow, row_wgrad
 from triton_kernels.conv.weight_grad import conv_weight_grad, weight_grad_spec
 from triton_kernels.registry.choose import listed
@@ -15,10 +15,8 @@ from triton_kernels.runtime.device import describe
 from .chips import HOPPER
 from .compile_only import SHARED_LIMIT
 from .conv_fused_cases import (
-    ROUNDING,
     Shape,
-    forward_case,
-    forward_reference,
+    check_padded,
     poison,  # noqa: F401  a fixture for every test here
     randn,
     relative,
@@ -65,16 +63,6 @@ WGRAD_SHAPES = {
 }
 
 
-def check_out(shape: Shape, dtype, device) -> list[torch.Tensor]:
-    x, weight, bias, emb, residual = forward_case(shape, dtype, device)
-    y, partials = conv_forward(x, weight, bias, width=16, config=OUT)
-    exact = forward_reference(x, weight, bias, emb * 0, residual * 0, torch.float64)
-    assert partials is None and y.dtype == dtype
-    assert relative(y[..., : shape.co], exact) <= ROUNDING[dtype] + 2**-24 * (9 * shape.ci) ** 0.5
-    assert not y[..., shape.co :].any()
-    return [y]
-
-
 def check_wgrad(shape: Shape, dtype, device, accumulate: bool) -> list[torch.Tensor]:
     """Of a convolution one side of which is padded to 16 channels, with anything."""
     n, h, w, ci, co, _ = shape
@@ -94,7 +82,7 @@ class TestGpu:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     @pytest.mark.parametrize("name", OUT_SHAPES)
     def test_few_output_channels(self, name, dtype, device):
-        repeatedly(lambda: check_out(OUT_SHAPES[name], dtype, device))
+        repeatedly(lambda: check_padded(OUT_SHAPES[name], dtype, device, OUT))
 
     @pytest.mark.parametrize("accumulate", [False, True], ids=["", "accumulate"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -59,7 +59,7 @@ class TwoLaunches(NamedTuple):
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
     """Why it cannot compute this: the sums do not fit registers."""
-    sums = _sums(32, spec)
+    sums = loaded_sums(32, spec, max(spec.tiles))
     return f"{sums} sums of either kind a program; {_MOST_SUMS}" if sums > _MOST_SUMS else None
 
 
@@ -68,22 +68,24 @@ def _untimed(spec: NormSpec, gpu: Device) -> str | None:
     where there are many programs."""
     many = spec.elements > gpu.busy * _LARGE.tile * _LARGE.tiles
     most = _MANY_SUMS if many else 2 * _MANY_SUMS
-    sums = _sums(32, spec)
+    sums = loaded_sums(32, spec, max(spec.tiles))
     return f"{sums} sums of either kind a program; at most {most}" if sums > most else None
 
 
 def sums_config(spec: NormSpec) -> SumsConfig:
     """As measured with 16 and 64 images of the decoder's shapes."""
-    if _sums(64, spec) <= _sums(32, spec) >= _MANY_SUMS:
+    wide, narrow = (loaded_sums(block_c, spec, max(spec.tiles)) for block_c in (64, 32))
+    if wide <= narrow >= _MANY_SUMS:
         return _WIDE
     return _SMALL if spec.pixels <= _SMALL_IMAGE else _LARGE
 
 
-def _sums(block_c: int, spec: NormSpec) -> int:
-    """Sums of each kind that a program of block_c channels loads, with padding."""
+def loaded_sums(block_c: int, spec: NormSpec, *tiles: int) -> int:
+    """Sums of each kind that a program of block_c channels loads, with padding, of so many tiles of
+    an image, or of those of each tensor."""
     border = spec.c1 if spec.c2 else 0
     groups = covering_groups(block_c, border, spec.c // spec.groups)
-    return math.prod(groups) * triton.next_power_of_2(max(spec.tiles))
+    return math.prod(groups) * sum(map(triton.next_power_of_2, tiles))
 
 
 def _key(spec: NormSpec) -> dict[str, Any]:

@@ -11,11 +11,9 @@ and `NORM_BACKWARD` decide. The formulas are those of `norm.tables` and `norm.pa
 `conv.skip_dx.skip_backward` does the same for `norm_grad_table` and `skip_dx`.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..activations import check_activation
@@ -27,7 +25,7 @@ from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
-from .from_partials import TwoLaunches, sums_config
+from .from_partials import TwoLaunches, loaded_sums, sums_config
 from .inline_statistics_kernels import norm_dx_inline_kernel
 from .pass_grid import channel_block
 from .passes import apply, apply_upsampled, cut, launch_apply, norm_dx
@@ -63,21 +61,14 @@ def _refuse(spec: NormSpec, gpu: Device) -> str | None:
 
 
 def _untimed(spec: NormSpec, gpu: Device) -> str | None:
-    sums, most = _sums(spec), _MOST_SUMS_OF_DX if spec.grad else _MOST_SUMS
+    sums = loaded_sums(channel_block(spec.c1, spec.c2), spec, *spec.tiles)
+    most = _MOST_SUMS_OF_DX if spec.grad else _MOST_SUMS
     if sums > most:
         return f"{sums} sums of either kind a program; at most {most}"
     config = OneLaunch()
     if spec.elements > gpu.busy * config.tile * config.tiles:
         return f"{spec.elements} numbers are of more programs than {gpu.busy}"
     return None
-
-
-def _sums(spec: NormSpec) -> int:
-    """Of either kind that a program loads, with padding."""
-    border = spec.c1 if spec.c2 else 0
-    block_c = channel_block(spec.c1, spec.c2)
-    groups = covering_groups(block_c, border, spec.c // spec.groups)
-    return math.prod(groups) * sum(map(triton.next_power_of_2, spec.tiles))
 
 
 _KEY = ("h", "w", "c1", "c2", "tiles", "dtype")
