@@ -90,7 +90,7 @@ OPS = {
 def tensor_rows(x: Tensor, sums: RowSums | None) -> Tensor:
     """Rows [rows, C] in a place of `sums`, or a tensor of their own, whose sum is that of x
     [..., C] over all but the channels."""
-    return column_rows(x, row_place(True if sums is None else sums, x.device))
+    return column_rows(x, row_place(True if sums is None else sums, x))
 
 
 def attention_backward(
@@ -106,7 +106,7 @@ def attention_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """dqkv [N, T, 3C], and rows [rows, 3C] in a place of `sums`, whose sum is that of it over
     samples and positions."""
-    place = row_place(sums, qkv.device)
+    place = row_place(sums, qkv)
     return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, place)
 
 

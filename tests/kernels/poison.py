@@ -1,17 +1,18 @@
 """Memory that a kernel forgets to write shows."""
 
-from types import ModuleType
-
 import pytest
 import torch
 
 
-def poison_outputs(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
-    """What these modules allocate, outputs and workspaces, starts as NaN; bytes as the largest."""
+def poison_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What launchers allocate, outputs and workspaces, starts as NaN; whole numbers as the
+    largest."""
+    allocate = torch.Tensor.new_empty
 
-    def empty(*args, **kwargs):
-        out = torch.empty(*args, **kwargs)
-        return out.fill_(255 if out.dtype == torch.uint8 else torch.nan)
+    def new_empty(*args, **kwargs):
+        out = allocate(*args, **kwargs)
+        if out.is_floating_point():
+            return out.fill_(torch.nan)
+        return out.fill_(True if out.dtype == torch.bool else torch.iinfo(out.dtype).max)
 
-    for module in modules:
-        monkeypatch.setattr(module, "_empty", empty)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)

@@ -31,7 +31,6 @@ from .attention_cases import (
     check_rows,
     expected_and_budgets,
     make,
-    poison_attention,  # noqa: F401
     run,
 )
 from .distinct import distinct

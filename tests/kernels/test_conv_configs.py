@@ -31,7 +31,6 @@ from .conv_cases import (
     make,
     make_scaled,
     padding_of,
-    poison,  # noqa: F401  a fixture for the tests here
     references,
     relative,
 )
@@ -83,7 +82,6 @@ def is_strided(config) -> bool:
     return isinstance(config, conv_stride.Config | conv_stride.WgradConfig)
 
 
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("which", "config"), CONFIGS)
 def test_every_config(which, config, device, monkeypatch):
     if is_tma(config) and not describe(device).tma:
@@ -170,7 +168,6 @@ def race_case(name: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("which", "config"), CONFIGS)
 @pytest.mark.parametrize("name", RACES)
 def test_every_config_repeatedly(name, which, config, monkeypatch, device):
@@ -212,7 +209,6 @@ POINTWISE_CONFIGS = [
 ]
 
 
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 @pytest.mark.parametrize("config", distinct(pointwise_wgrad.TILES), ids=str)
 def test_every_config_of_points(config, precision, monkeypatch, device):
@@ -224,7 +220,6 @@ def test_every_config_of_points(config, precision, monkeypatch, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize(("config", "precision"), POINTWISE_CONFIGS, ids=str)
 @pytest.mark.parametrize("name", POINTWISE)
 def test_every_pointwise_config_repeatedly(name, config, precision, monkeypatch, device):
@@ -243,7 +238,6 @@ MMA = {
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
 @pytest.mark.parametrize("config", mma_wgrad.TILES, ids=str)
 @pytest.mark.parametrize("name", MMA)
@@ -263,7 +257,6 @@ HALVES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
 @pytest.mark.parametrize("name", HALVES)
 def test_halves_repeatedly(name, precision, monkeypatch, device):
@@ -297,7 +290,6 @@ def test_halves_repeatedly(name, precision, monkeypatch, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poison")
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
 def test_halves_of_channels_that_are_not_finite(precision, device):
@@ -334,7 +326,6 @@ BY_CHANNEL = [
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("precision", ["tf32", "fp32"])
 @pytest.mark.parametrize(("which", "config"), BY_CHANNEL, ids=str)
 def test_a_scale_a_channel_by_every_config(which, config, precision, device):

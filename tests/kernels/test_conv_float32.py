@@ -27,7 +27,6 @@ from .conv_cases import (
     make,
     make_scaled,
     padding_of,
-    poison,  # noqa: F401  a fixture for the tests here
     references,
     relative,
     run,
@@ -65,7 +64,7 @@ def tensor_cores(monkeypatch):
         monkeypatch.setattr(module, "of_products", lambda *_: 1e9)
 
 
-@pytest.mark.usefixtures("poison", "tensor_cores")
+@pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 @pytest.mark.parametrize("name", TENSOR_CORES)
 def test_float32_on_tensor_cores(name, precision, device, monkeypatch):
@@ -92,7 +91,7 @@ GPU_SCALED = {
 }
 
 
-@pytest.mark.usefixtures("poison", "tensor_cores")
+@pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 @pytest.mark.parametrize(
     "name", [*SCALED, *(pytest.param(name, marks=pytest.mark.gpu) for name in GPU_SCALED)]
@@ -107,7 +106,6 @@ def test_a_scale_a_channel(name, precision, device):
         print(f"{name} {precision} {each}: {used:.3f} of the budget")
 
 
-@pytest.mark.usefixtures("poison")
 def test_linear_layers_in_chunks(device, monkeypatch):
     """More pixels than a tile, more channels than the chunks of a step."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
@@ -144,7 +142,6 @@ def test_columns(name, device):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of inf - inf
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(
     ("of_x", "of_dy", "spread"),
@@ -188,7 +185,6 @@ def test_halves(of_x, of_dy, spread, parts, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("name", [*COLUMNS, "64x64"])
 def test_weight_gradient_of_columns(name, device, monkeypatch):
     shape = {**COLUMNS, "64x64": Shape(33, 64, 64, 3, 64)}[name]
@@ -209,7 +205,7 @@ def test_weight_gradient_of_columns(name, device, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # NumPy's, of inf * 0
-@pytest.mark.usefixtures("poison", "tensor_cores")
+@pytest.mark.usefixtures("tensor_cores")
 @pytest.mark.parametrize("split", ["before", "in registers", "in chunks", "gathered", "all taps"])
 def test_float32_on_tensor_cores_keeps_infinities(split, device):
     """Halves of an infinity are no infinities, and the other filter's second half is zero."""

@@ -23,7 +23,7 @@ from .conv_fused_cases import (
     forward_reference,
     grad_case,
     grad_reference,
-    poison,  # noqa: F401  a fixture for every test here
+    needs_tma,  # noqa: F401  a fixture for every test here
     relative,
     tensor_cores,  # noqa: F401  a fixture for every test here
 )

@@ -22,7 +22,7 @@ from .conv_fused_cases import (
     check_grad,
     forward_case,
     forward_reference,
-    poison,  # noqa: F401  a fixture for every test here
+    needs_tma,  # noqa: F401  a fixture for every test here
     randn,
     relative,
 )

@@ -17,7 +17,7 @@ from .compile_only import SHARED_LIMIT
 from .conv_fused_cases import (
     Shape,
     check_padded,
-    poison,  # noqa: F401  a fixture for every test here
+    needs_tma,  # noqa: F401  a fixture for every test here
     randn,
     relative,
     weight_grad_reference,

@@ -30,7 +30,7 @@ from .conv_fused_cases import (
     forward_reference,
     grad_case,
     grad_reference,
-    poison,  # noqa: F401  a fixture for every test here
+    needs_tma,  # noqa: F401  a fixture for every test here
     relative,
 )
 from .masks import dropped, stored

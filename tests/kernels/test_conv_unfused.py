@@ -15,15 +15,7 @@ from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.registry.choose import listed
 from triton_kernels.runtime.device import describe
 
-from .conv_cases import (
-    ROUNDING,
-    Shape,
-    make,
-    padding_of,
-    poison,  # noqa: F401  a fixture for the tests here
-    references,
-    relative,
-)
+from .conv_cases import ROUNDING, Shape, make, padding_of, references, relative
 
 HOPPER = describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")).hopper
 gpu = [
@@ -93,7 +85,7 @@ def unfused_configs(x, weight, y, padding, dgrad: bool) -> list[tuple]:
 
 
 class TestGpu:
-    pytestmark = [*gpu, pytest.mark.usefixtures("poison")]
+    pytestmark = gpu
 
     @pytest.mark.parametrize(("name", "dtype"), RUNS)
     def test_every_configuration_repeatedly(self, name, dtype, device):

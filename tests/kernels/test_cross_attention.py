@@ -42,7 +42,6 @@ from .attention_cases import (
     assert_close,
     errors,
     in_two_passes,
-    poison_attention,  # noqa: F401
 )
 from .distinct import distinct
 

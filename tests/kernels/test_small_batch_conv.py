@@ -22,15 +22,7 @@ from triton_kernels.tf32 import rounded_to_tf32
 
 from ..tensor_cores import tensor_cores_cut_off  # noqa: F401  a fixture
 from .chips import HOPPER
-from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
-    close,
-    conv_inputs,
-    filters,
-    partials_of,
-    poison_small_batch,
-    pytestmark,
-    randn,
-)
+from .small_batch import close, conv_inputs, filters, partials_of, pytestmark, randn  # noqa: F401  a mark for every test here
 
 AMPERE, ADA = CHIPS["a100"].gpu, CHIPS["rtx4090"].gpu
 

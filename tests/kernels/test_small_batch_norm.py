@@ -22,17 +22,7 @@ from triton_kernels.registry.spec import NormSpec
 from triton_kernels.tf32 import rounded_to_tf32
 
 from .chips import HOPPER
-from .small_batch import (  # noqa: F401  a fixture and a mark for every test here
-    EPS,
-    as_double,
-    close,
-    conv_inputs,
-    filters,
-    partials_of,
-    poison_small_batch,
-    pytestmark,
-    randn,
-)
+from .small_batch import EPS, as_double, close, conv_inputs, filters, partials_of, pytestmark, randn  # noqa: F401  a mark for every test here
 from .taken import take
 
 NORMS = {  # N, H, W, C1, C2, groups

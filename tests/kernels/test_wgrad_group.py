@@ -17,12 +17,11 @@ from triton_kernels.registry.spec import ConvSpec, WeightGradsSpec
 from triton_kernels.runtime.device import describe
 
 from .conv_fused_cases import (
-    poison,  # noqa: F401  a fixture for every test here
+    needs_tma,  # noqa: F401  a fixture for every test here
     randn,
     relative,
     weight_grad_reference,
 )
-from .poison import poison_outputs
 from .test_conv_hopper import gpu
 
 CUT_OFF = 2.5e-8  # of a sum, for each product of 16 pixels: see `reductions.long_sums`
@@ -203,8 +202,7 @@ class TestGpu:
             if splits <= math.prod(row_wgrad.tiles_of(n, h, w))  # others are never listed
         ],
     )
-    def test_rounds(self, name, splits, accumulate, device, monkeypatch):
-        poison_outputs(monkeypatch, weight_grads)
+    def test_rounds(self, name, splits, accumulate, device):
         group, plan = ROUNDS[name], Rounds(splits)
         # blocks in front of the last round are in one part
         fewest = splits if sum(-(-a // 64) * -(-b // 64) for a, b in group.channels) < 132 else 1
@@ -222,8 +220,7 @@ class TestGpu:
             for tile in group_wgrad.TILES
         ],
     )
-    def test_one_launch(self, name, tile: Tile, accumulate, device, monkeypatch):
-        poison_outputs(monkeypatch, weight_grads)
+    def test_one_launch(self, name, tile: Tile, accumulate, device):
         group = LARGE[name]
         spec = weight_grads.grads_spec(gradients(group, torch.bfloat16, device), True)
         gpu = describe(device)

@@ -141,8 +141,8 @@ def _forward(
     of_a_sample = max(x.shape[1] * x.shape[2] for x in read[:2] if x is not None)
     assert of_a_sample < 2**31, read  # offsets within a sample are int32
     n, t, _ = q.shape
-    o = torch.empty((n, t, num_heads * spec.d), dtype=q.dtype, device=q.device)
-    lse = torch.empty((n, num_heads, t), dtype=torch.float32, device=q.device)
+    o = q.new_empty((n, t, num_heads * spec.d))
+    lse = q.new_empty((n, num_heads, t), dtype=torch.float32)
     if o.numel() == 0:
         return o, lse
     if spec.seen == 0:
@@ -175,10 +175,7 @@ def _backward(
     _, t, c = q.shape
     # offsets within a sample are int32
     assert t * max(c, do.stride(1)) + c * do.stride(2) < 2**31, (q.shape, do.stride())
-    grads = [
-        None if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for x in read[:2]
-    ]
+    grads = [None if x is None else x.new_empty(x.shape) for x in read[:2]]
     if q.numel() == 0 or spec.seen == 0:
         zeros = [None if x is None else x.zero_() for x in grads]
         return zeros, None if place is None else place(0, c)

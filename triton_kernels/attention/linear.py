@@ -24,8 +24,6 @@ from .linear_kernels import (
     linear_merge_kernel,
 )
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 Memory = tuple[Tensor, Tensor] | None  # keys and values [M, H, D]
 MOST_WIDE = 64  # channels of a head whose sums fit registers
 MOST_MEMORY = 64
@@ -114,16 +112,16 @@ def linear_attention_forward(
     the logarithms of the sums over positions, float32 [N, H, D], in base 2."""
     n, t, heads, d = q.shape
     device, spec = q.device, _spec(q, memory, allow_tf32, grad=False)
-    o = _empty(q.shape, dtype=q.dtype, device=device)
-    context = _empty((n, heads, d, d), dtype=torch.float32, device=device)
-    lse = _empty((n, heads, d), dtype=torch.float32, device=device)
+    o = q.new_empty(q.shape)
+    context = q.new_empty((n, heads, d, d), dtype=torch.float32)
+    lse = q.new_empty((n, heads, d), dtype=torch.float32)
     gpu, block_d = describe(device), max(16, triton.next_power_of_2(d))
     memory_k, memory_v, m, block_m = _of_memory(memory)
 
     def run(config: SplitPositions) -> Tensor:
         splits, chunk = _cut(spec, config, gpu)
-        acc = _empty((n, heads, splits, d, d), dtype=torch.float32, device=device)
-        sums = _empty((n, heads, splits, 2, d), dtype=torch.float32, device=device)
+        acc = context.new_empty((n, heads, splits, d, d))
+        sums = context.new_empty((n, heads, splits, 2, d))
         options = {"num_warps": config.num_warps, "num_stages": 2} | overlapping(device)
         precision = precision_of(q.dtype, allow_tf32)
         linear_context_kernel[(n * heads * splits,)](
@@ -163,15 +161,14 @@ def linear_attention_backward(
     memory_k, memory_v, m, block_m = _of_memory(memory)
     dq, dk, dv = grads
     assert _strides(dq, dk, dv) == _strides(q, k, v)
-    float32 = {"dtype": torch.float32, "device": device}
-    each = [None if memory is None else _empty((n, m, heads, d), **float32) for _ in range(2)]
+    each = [None if memory is None else context.new_empty((n, m, heads, d)) for _ in range(2)]
 
     def run(config: SplitPositions) -> Tensor:
         splits, chunk = _cut(spec, config, gpu)
         options = {"num_warps": config.num_warps, "num_stages": 2} | overlapping(device)
         tile, precision = (config.positions, block_d), precision_of(q.dtype, allow_tf32)
-        d_context = _empty(context.shape, **float32)
-        parts = _empty((splits, *context.shape), **float32) if splits > 1 else d_context
+        d_context = context.new_empty(context.shape)
+        parts = context.new_empty((splits, *context.shape)) if splits > 1 else d_context
         linear_bwd_q_kernel[(n * heads * splits,)](
             q, do, context, dq, parts, *_strides(q), scale, t, d, heads, splits, chunk, *tile,
             precision, **options,
@@ -186,7 +183,7 @@ def linear_attention_backward(
     run(select(LINEAR_ATTENTION_GRAD, spec, gpu, run).config)
     if memory is None:
         return None
-    summed = [_empty((m, heads, d), **float32) for _ in range(2)]
+    summed = [context.new_empty((m, heads, d)) for _ in range(2)]
     for of_samples, total in zip(each, summed, strict=True):
         column_sum(of_samples.view(n, -1), total.view(-1))
     return tuple(summed)

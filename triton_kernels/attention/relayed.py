@@ -62,7 +62,7 @@ def backward(config: tuple[int, int], operands: BwdOperands) -> Tensor | None:
     heads, block_d = constants["num_heads"], constants["BLOCK_D"]
     parts = triton.cdiv(t, KEEP)
     delta, dq, flags = (
-        torch.empty((n, heads, *shape), dtype=torch.float32, device=qkv.device)
+        qkv.new_empty((n, heads, *shape), dtype=torch.float32)
         for shape in ((t,), (parts * KEEP, block_d), (parts * KEEP // step,))
     )
     flags = flags.view(torch.int32)

@@ -42,7 +42,7 @@ def backward(config: BwdConfig, operands: BwdOperands) -> Tensor | None:
     if one_pass:
         assert keep >= keys, f"one pass over {keys} keys with tiles of {keep}"
     else:
-        delta = torch.empty((n, heads, t), dtype=torch.float32, device=do.device)
+        delta = do.new_empty((n, heads, t), dtype=torch.float32)
         attention_bwd_dq_kernel[(n * heads * triton.cdiv(t, keep),)](
             *read, delta, dq, **shared, BLOCK_M=keep, BLOCK_N=step
         )

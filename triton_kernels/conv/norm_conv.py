@@ -90,8 +90,6 @@ NORM_CONV = Op(
     apart=_apart,
 )
 
-_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
-
 
 def norm_conv(
     x: Tensor,  # [N, H, W, CI]
@@ -122,10 +120,10 @@ def norm_conv(
         of_norm = {"groups": norm.num_groups, "tiles": (norm.tiles[0],)}
         spec = forward_spec(x, weight, **added.asked, **of_norm)
         config = select(NORM_CONV, spec, describe(x.device), run).config
-    y = _empty((n, h, w, co), dtype=x.dtype, device=x.device)
+    y = x.new_empty((n, h, w, co))
     added.check(y, co)
     tiles = h * w // config.block_m
-    sums = _empty((n, tiles, 2, co), dtype=torch.float32, device=x.device)
+    sums = x.new_empty((n, tiles, 2, co), dtype=torch.float32)
     table = norm_table(*norm) if config.table else None
     of_x = Norm(activation, norm, table, config.producers)
     row_mma.launch(

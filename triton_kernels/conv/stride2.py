@@ -8,14 +8,11 @@ it begins in the block and reaches a pixel below and right of the image, which c
 Its kernels are those of `conv.forward`; the gradient of its filters is `conv.weight_grad`'s.
 """
 
-import torch
 from torch import Tensor
 
 from ..registry.spec import precision_of
 from .configs import ConvOperands
 from .forward import launch
-
-_empty = torch.empty  # tests put a function here that returns NaNs
 
 
 def conv_down(
@@ -29,7 +26,7 @@ def conv_down(
     """y above."""
     n, h, w, _ = x.shape
     _check(weight, x, h, w)
-    y = _empty((n, h // 2, w // 2, weight.shape[0]), dtype=x.dtype, device=x.device)
+    y = x.new_empty((n, h // 2, w // 2, weight.shape[0]))
     if y.numel():
         precision = precision_of(x.dtype, allow_tf32)
         launch(ConvOperands(x, weight, bias, y, 2, (padding,) * 2, precision, False))
@@ -47,7 +44,7 @@ def conv_down_input_grad(
     """The gradient of x, plus `add`, rounded once."""
     n, p, q, _ = dy.shape
     _check(weight, dy, 2 * p, 2 * q)
-    dx = _empty((n, 2 * p, 2 * q, weight.shape[1]), dtype=dy.dtype, device=dy.device)
+    dx = dy.new_empty((n, 2 * p, 2 * q, weight.shape[1]))
     assert add is None or (add.shape == dx.shape and add.is_contiguous())
     if dx.numel():
         precision = precision_of(dy.dtype, allow_tf32)

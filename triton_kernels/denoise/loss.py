@@ -104,10 +104,10 @@ def _loss(
     blocks = max(config.blocks, triton.cdiv(elements, at_a_time * _MOST_CHUNKS))
     chunks = triton.cdiv(elements, at_a_time * blocks)
     kept = (n, height, width, c) if keep else (0,)
-    difference = torch.empty(kept, dtype=torch.float32, device=output.device)
+    difference = output.new_empty(kept, dtype=torch.float32)
     if n * elements == 0:  # the mean over nothing
         return torch.full((n,), float("nan"), device=output.device), difference
-    loss = torch.empty(n, dtype=torch.float32, device=output.device)
+    loss = output.new_empty(n, dtype=torch.float32)
     slots = triton.next_power_of_2(chunks + 1)
     counters = zero_counters(n * slots, output.device) if chunks > 1 else None
     denoise_loss_fwd_kernel[(n * chunks,)](
@@ -130,7 +130,7 @@ def _denoise_loss_backward(
     """The gradient of an output that had so many channels and this dtype."""
     n, height, width, c = difference.shape
     shape = (n, height, width, channels)
-    doutput = torch.empty(shape, dtype=dtype, device=difference.device)
+    doutput = difference.new_empty(shape, dtype=dtype)
     if doutput.numel() > 0:
         elements = height * width * c
         chunks = triton.cdiv(height * width * channels, _GRAD_BLOCK)

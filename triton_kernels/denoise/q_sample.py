@@ -41,7 +41,7 @@ def _q_sample_kernel(
 def _noised(images, index, flip, t, table, rng, first, dtype):
     n = images.shape[0] if index is None else index.shape[0]
     height, width, c = images.shape[1:]
-    x = torch.empty((n, height, width, c), dtype=dtype, device=images.device)
+    x = images.new_empty((n, height, width, c), dtype=dtype)
     if x.numel() > 0:
         elements = height * width * c
         chunks = triton.cdiv(elements, 4 * BLOCK)

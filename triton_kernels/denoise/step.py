@@ -170,13 +170,13 @@ def _denoise_step(
     mask: Tensor | None = None,
     levels: Tensor | None = None,
 ) -> Tensor:
-    x_prev = torch.empty_like(x, dtype=torch.float32)
+    x_prev = x.new_empty(x.shape, dtype=torch.float32)
     pitch, gain = _pitch(output), None
     negative_pitch = 0 if negative is None else _pitch(negative)
     if x.numel() > 0:
         elements = x[0].numel()
         if negative is not None and rescale > 0:
-            gain = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+            gain = x.new_empty(x.shape[0], dtype=torch.float32)
             _guidance_gain_kernel[(x.shape[0],)](
                 output, negative, scales, row, gain, float(rescale), elements, C=x.shape[3],
                 PITCH=pitch, NEGATIVE=negative_pitch, BLOCK=_GAIN_BLOCK, num_warps=_GAIN_WARPS,

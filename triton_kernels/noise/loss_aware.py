@@ -92,7 +92,7 @@ def _record_losses(
     losses: Tensor, t: Tensor, history: Tensor, counts: Tensor, uniform: float
 ) -> Tensor:
     rows, total = history.shape
-    ends = torch.empty(total, dtype=torch.int64, device=history.device)
+    ends = history.new_empty(total, dtype=torch.int64)
     _record_losses_kernel[(1,)](
         losses, t, history, counts, ends, uniform, len(losses), total,
         H=rows, BLOCK=triton.next_power_of_2(total), num_warps=8,
@@ -107,7 +107,7 @@ def _record_losses(
     lambda rng, n, *_: rng.new_empty(n, dtype=torch.int64),
 )
 def _draw_weighted_timesteps(rng: Tensor, n: int, ends: Tensor, first: int) -> Tensor:
-    out = torch.empty(n, dtype=torch.int64, device=rng.device)
+    out = rng.new_empty(n, dtype=torch.int64)
     if n > 0:
         total = len(ends)
         _draw_weighted_kernel[(triton.cdiv(n, BLOCK),)](

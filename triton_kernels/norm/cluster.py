@@ -39,8 +39,6 @@ if SUPPORTED:
     from .cluster_grad_kernels import group_norm_cluster_bwd_kernel
     from .cluster_kernels import group_norm_cluster_fwd_kernel
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 
 @configures("cluster")
 class ClusterConfig(NamedTuple):
@@ -167,9 +165,9 @@ def _forward(
     x, (n, hw, c) = xs[0], extent(xs)
     ctas, _, parts, block_c, *_ = config
     tasks = n * (c // (parts * block_c))
-    y = _empty(x.shape, dtype=x.dtype, device=x.device)
-    stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
-    partial = _empty((n, ctas, 2, c), dtype=torch.float32, device=x.device)
+    y = x.new_empty(x.shape)
+    stats = x.new_empty((2, n, num_groups), dtype=torch.float32)
+    partial = x.new_empty((n, ctas, 2, c), dtype=torch.float32)
     tile = (ctas, _tiles(config, hw), parts, block_c)
     group_norm_cluster_fwd_kernel[(_clusters(tasks, config, x.device),)](
         x, partial, *stats, *params, y, *row_strides(params), eps, tasks, c, c // num_groups,
@@ -193,8 +191,8 @@ def _backward(
     ctas, _, parts, block_c, *_ = config
     tasks = n * (c // (parts * block_c))
     dxs = empty_like(xs)
-    sums = _empty((n, 1, 2, c), dtype=torch.float32, device=x.device)
-    partial = _empty((n, ctas, 2, c), dtype=torch.float32, device=x.device)
+    sums = x.new_empty((n, 1, 2, c), dtype=torch.float32)
+    partial = x.new_empty((n, ctas, 2, c), dtype=torch.float32)
     clusters = _clusters(tasks, config, x.device)
     lag = config.lag if tasks > clusters else 0
     tile = (ctas, _tiles(config, hw), parts, block_c, lag)

@@ -38,8 +38,6 @@ from .tables import (
     tiles_at_a_time,
 )
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 # Partial sums of either kind that a program loads, with padding, where one launch takes less time:
 # see docs/kernels/norm.md
 _MOST_SUMS, _MOST_SUMS_OF_DX = 1024, 512
@@ -113,8 +111,8 @@ def norm_apply(
     c2 = check_second(x2, n, h, w)
     norm.check(n, c1, c2)
     c = c1 + c2
-    table = _empty((n, 4, c), dtype=torch.float32, device=x1.device)
-    a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
+    table = x1.new_empty((n, 4, c), dtype=torch.float32)
+    a = x1.new_empty((n, h, w, c))
     launch_apply(
         x1, x2, a, activation, sums_config(spec), overlapping(x1.device, n * h * w),
         norm=norm, table=table, tf32=tf32,
@@ -133,7 +131,7 @@ def norm_apply_upsampled(
     """`norm_apply` of the concatenation of upsample(x1) and x2. Returns the result; the tables,
     float32 [N, 4, C1 + C2] of all channels and [N, 4, C2] of x2; and upsample(x1)."""
     shape = len(x2), 4, x2.shape[3]
-    second = _empty(shape, dtype=torch.float32, device=x2.device)
+    second = x2.new_empty(shape, dtype=torch.float32)
     table = norm_table(*norm, second_out=second)
     a, large = apply_upsampled(x1, x2, table, activation, early=_overlaps(x1), tf32=tf32)
     return a, (table, second), large
@@ -199,7 +197,7 @@ def norm_backward(
     grid = cut(n, h * w, c, 0, config, describe(dz.device))
     cg, count = c // num_groups, 3 if sums_dx else 2
     groups = covering_groups(grid.block_c, 0, cg)
-    dx = _empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    dx = x.new_empty(x.shape) if out is None else out
     work = sums.rows(n, count * c)
     added = sums.rows(n * grid.k, c) if rows else None
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)

@@ -27,8 +27,6 @@ from .passes import apply, norm_dx
 from .sums import grad_partials_of, partials_of
 from .tables import norm_grad_table, norm_table
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 # [N, H, W, C1] and, if the norm is over a concatenation, [N, H, W, C - C1]
 Halves = tuple[Tensor, Tensor | None]
 # weight and bias: [C]; scale and shift: [N, C]
@@ -96,7 +94,7 @@ def stream_sums(
     float32 [N, 4, C]."""
     config = _config(_SUMS, xs)
     n, _, c = extent(xs)
-    table = _empty((n, 4, c), dtype=torch.float32, device=dy.device)
+    table = dy.new_empty((n, 4, c), dtype=torch.float32)
     grid = _cut(xs, config)
     rest = {"stats": stats, "params": params}
     return grad_partials_of(dy, xs, table, activation, grid, config.num_warps, **rest), table
@@ -104,7 +102,7 @@ def stream_sums(
 
 def empty_like(xs: Halves) -> Halves:
     """Where their gradients go."""
-    return tuple(None if x is None else _empty(x.shape, dtype=x.dtype, device=x.device) for x in xs)
+    return tuple(None if x is None else x.new_empty(x.shape) for x in xs)
 
 
 @triton.jit
@@ -174,8 +172,7 @@ def params_grad(
     n, k, _, c = sums.shape
     weight, bias, scale, _ = params
     grads = tuple(
-        _empty(p.shape, dtype=p.dtype, device=p.device) if need else None
-        for p, need in zip(params, needed, strict=True)
+        p.new_empty(p.shape) if need else None for p, need in zip(params, needed, strict=True)
     )
     block_c = min(triton.next_power_of_2(c), 16)
     block_n = min(triton.next_power_of_2(max(n, 1)), 128)
@@ -197,9 +194,9 @@ class MultiPass(NamedTuple):
 
 def _forward(_: MultiPass, xs: Halves, num_groups: int, eps: float, params: Params, act: str):
     x, (n, hw, c) = xs[0], extent(xs)
-    stats = _empty((2, n, num_groups), dtype=torch.float32, device=x.device)
+    stats = x.new_empty((2, n, num_groups), dtype=torch.float32)
     if hw == 0:
-        return _empty((*x.shape[:3], c), dtype=x.dtype, device=x.device), stats
+        return x.new_empty((*x.shape[:3], c)), stats
     partials = stream_partials(xs)
     args = (num_groups, *params[:2], eps, *params[2:])
     with dependent_launches():  # as `following`

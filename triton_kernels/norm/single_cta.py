@@ -10,7 +10,6 @@ x is one tensor or the concatenation of x1 and x2 over channels, which never exi
 import math
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
@@ -24,8 +23,6 @@ from ..runtime.hardware import REGISTERS
 from ..runtime.layout import check_nhwc, check_second, row_stride
 from .pass_grid import MOST_HELD
 from .single_cta_kernels import norm_single_cta_kernel
-
-_empty = torch.empty  # tests put a function here that returns NaNs
 
 _PER_WARP, _MIN_WARPS = 1024, 4  # elements
 _PROGRAMS = 2  # per multiprocessor; where there would be more, a program has several groups
@@ -92,8 +89,9 @@ def norm_single_cta(
     h, w = (h // 2, w // 2) if pool else (h, w)
     split = x1 if isinstance(x1, SplitConv) else None
     dtype, device = x1.dtype, x1.device
+    like = x1 if split is None else split.parts
     if split is not None:
-        x1 = _empty(split.shape, dtype=dtype, device=device) if keep else None
+        x1 = like.new_empty(split.shape, dtype=dtype) if keep else None
     if x1 is not None:
         check_nhwc("x1", x1)
     c = c1 + check_second(x2, n, h, w)
@@ -107,8 +105,8 @@ def norm_single_cta(
     while n * num_groups > most * block_g and block_g * block_j * block_p < 2048:
         block_g *= 2
     programs = triton.cdiv(num_groups, block_g)
-    a = _empty((n, h, w, c), dtype=dtype, device=device)
-    pooled = _empty((n, h, w, c1), dtype=dtype, device=device) if pool else None
+    a = like.new_empty((n, h, w, c), dtype=dtype)
+    pooled = like.new_empty((n, h, w, c1)) if pool else None
     result = a, pooled if pool else x1
     if n == 0:
         return result

@@ -10,7 +10,6 @@ blocks of channels by more pixels are faster (`norm_of_sums`).
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,8 +26,6 @@ from .pass_grid import MOST_HELD
 from .single_cta_kernels import sum_of_lanes
 from .statistics import add_pairs
 from .tables import Statistics
-
-_empty = torch.empty  # tests put a function here that returns NaNs
 
 _LANES, _LOADED = 32, 4096  # channels of a program, and their partial sums
 _TILE, _MIN_TILE = 4096, 1024  # its elements; fewer if there are few programs
@@ -194,8 +191,8 @@ def norm_small_batch(
     c2 = 0 if x2 is None else x2.shape[3]
     groups, ks = norm.num_groups, norm.tiles
     c, cg = c1 + c2, (c1 + c2) // groups
-    a = _empty((n, h, w, c), dtype=x1.dtype, device=x1.device)
-    large = _empty((n, h, w, c1), dtype=x1.dtype, device=x1.device) if up else None
+    a = x1.new_empty((n, h, w, c))
+    large = x1.new_empty((n, h, w, c1)) if up else None
     result = a, x1 if large is None else large
     if n == 0:
         return result

@@ -26,8 +26,6 @@ from ..runtime.layout import check_nhwc, check_shape, row_stride
 from .coefficients import coefficients, load_table, normalised_and_dz, store_table
 from .pass_grid import PassGrid, channel_block, cut_evenly, divisor_near
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 _TILE = 4096  # elements
 SUM_PROGRAMS = 128  # that take the sums of a tensor, at least
 _PIXELS = 256  # of a chunk, about, in a large batch
@@ -235,7 +233,7 @@ def partials_of(
     x, x2 = xs
     n, h, w, c1 = x.shape
     c = c1 if x2 is None else c1 + x2.shape[3]
-    partials = _empty((n, grid.k, 2, c), dtype=torch.float32, device=x.device)
+    partials = x.new_empty((n, grid.k, 2, c), dtype=torch.float32)
     _norm_partials_kernel[(grid.programs,)](
         x, x2, partials, h * w // grid.k, c1, c, grid.k, grid.cb1, grid.cb, *grid.tile,
         num_warps=num_warps, **overlapping(x.device, n * h * w),
@@ -260,7 +258,7 @@ def grad_partials_of(
     n, h, w, c = dy.shape
     groups = 1 if stats is None else stats.shape[2]
     stats = (None, None) if stats is None else stats
-    partials = _empty((n, grid.k, 2, c), dtype=torch.float32, device=dy.device)
+    partials = dy.new_empty((n, grid.k, 2, c), dtype=torch.float32)
     _norm_grad_partials_kernel[(grid.programs,)](
         dy, x, x2, table, *stats, *params, dz_out, partials, *map(row_stride, params[2:]),
         h * w // grid.k, x.shape[3], c, groups, grid.k, grid.cb1, grid.cb, c // groups,
@@ -291,6 +289,6 @@ def activation_grad(
     few = min(wanted, _FEW_CHUNKS, h * w // _MIN_GRAD_PIXELS)
     wanted = max(triton.cdiv(h * w, _PIXELS), few)
     grid = cut_evenly(n, h * w, c, 0, wanted, _TILE // block_c, block_c)
-    dz = _empty(da.shape, dtype=da.dtype, device=da.device)
+    dz = da.new_empty(da.shape)
     partials = grad_partials_of(da, (x, None), table, activation, grid, 8, dz_out=dz)
     return dz, partials

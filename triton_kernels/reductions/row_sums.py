@@ -23,8 +23,6 @@ from .column_sum import sum_partials
 _BLOCK_M = 256
 _BLOCK_C = 8
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 
 @triton.jit
 def _segment_sums_kernel(
@@ -69,7 +67,7 @@ class RowSums:
         self.tables = {} if tables is None else tables
         size = max((used for _, used in self.tables.values()), default=0)
         # the last is in use; graphs know the others
-        self.workspaces = [_empty((size,), dtype=torch.float32, device=grad.device)]
+        self.workspaces = [grad.new_empty((size,), dtype=torch.float32)]
         self.captured = False  # a graph knows the last, too
         self._forget()
 
@@ -86,7 +84,7 @@ class RowSums:
         if self.used <= self.workspaces[-1].numel():
             rows = self.workspaces[-1][start : start + size]
         else:
-            rows = _empty((size,), dtype=torch.float32, device=self.grad.device)
+            rows = self.grad.new_empty((size,), dtype=torch.float32)
             self.scattered = True
         self.starts[rows.data_ptr()] = start
         rows = rows.view(count, columns)
@@ -154,7 +152,7 @@ class RowSums:
         if self.workspaces[-1].numel() < self.used:
             if not self.captured:
                 self.workspaces.pop()
-            workspace = _empty((self.used,), dtype=torch.float32, device=self.grad.device)
+            workspace = self.grad.new_empty((self.used,), dtype=torch.float32)
             self.workspaces.append(workspace)
             self.captured = False
         if key in self.tables:  # which a graph may read
@@ -181,14 +179,14 @@ def _capturing(x: Tensor) -> bool:
 
 def row_place(
     sums: RowSums | bool | None,  # True: rows in a tensor of their own
-    device: torch.device,
+    like: Tensor,  # on the same device
 ) -> Callable[[int, int], Tensor] | None:
     """Where a launch keeps rows, given their number and their columns; None: nowhere."""
     if isinstance(sums, RowSums):
         return sums.rows
 
     def own(rows: int, columns: int) -> Tensor:
-        return _empty((rows, columns), dtype=torch.float32, device=device)
+        return like.new_empty((rows, columns), dtype=torch.float32)
 
     return own if sums else None
 
@@ -206,7 +204,7 @@ def bias_grad(
     count, c = rows.shape
     parts = min(count & -count, 64)
     if count > 256 and parts > 1:  # more than one program should add up
-        part = _empty((parts, c), dtype=torch.float32, device=rows.device)
+        part = rows.new_empty((parts, c), dtype=torch.float32)
         sum_partials(rows.view(count // parts, parts * c), part.view(-1))
         rows = part
     if count:

@@ -33,8 +33,6 @@ _TILE = 2048  # coarse elements of a program: 16 a thread, loads of 16 bytes
 # Of one that leaves sums, whose pixels are many so that an image has few tiles: at most 32 a thread
 _SUMMED_TILE, _SUMMED_CHANNELS = 8192, 32
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 
 @triton.jit
 def _gather_kernel(
@@ -176,7 +174,7 @@ def gather_sums(
     mean, float32 [N, K, 2, C], of what is written; or None."""
     n, h, w, c = fine.shape
     p, q = h // 2, w // 2
-    coarse = _empty((n, p, q, c), dtype=fine.dtype, device=fine.device)
+    coarse = fine.new_empty((n, p, q, c))
     k, cb, block_p, block_c = _cut(p * q, c)
     pixels, partials = block_p, None
     if sums:
@@ -185,7 +183,7 @@ def gather_sums(
         block_p = triton.next_power_of_2(pixels)
         block_c = min(block_c, _SUMMED_CHANNELS, max(_SUMMED_TILE // block_p, 1))
         cb = triton.cdiv(c, block_c)
-        partials = _empty((n, k, 2, c), dtype=torch.float32, device=fine.device)
+        partials = fine.new_empty((n, k, 2, c), dtype=torch.float32)
     _gather_kernel[(n * k * cb,)](
         fine, coarse, partials, factor, h, w, c, p, q, pixels, k, cb, block_p, block_c, tf32,
         num_warps=8 if block_p * block_c > _TILE else 4, **overlapping(fine.device, n * h * w),
@@ -214,10 +212,10 @@ def spread_add(
     """fine = factor * the coarse pixel + add, rounded once; and float32 [rows, C] in a place of
     `sums`, whose sum over rows is that of `fine` over samples and pixels, or None."""
     n, h, w, c = shape
-    fine = _empty(shape, dtype=coarse.dtype, device=coarse.device)
+    fine = coarse.new_empty(shape)
     rows = (h + 1) // 2
     grid = _cut((w + 1) // 2, c, _TILE if add is None else _TILE // 2)
-    place = row_place(sums, coarse.device)
+    place = row_place(sums, coarse)
     partial = None if place is None else place(n * rows * grid.qb, c)
     _spread_kernel[(n * rows * grid.qb * grid.cb,)](
         coarse, fine, add, partial, factor, h, w, c, h // 2, w // 2, *grid, tf32,

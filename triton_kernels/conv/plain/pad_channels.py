@@ -11,8 +11,6 @@ from ...tf32 import as_operand
 
 _BLOCK = 1024
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 
 @triton.jit
 def _pad_channels_kernel(
@@ -35,7 +33,7 @@ def pad_channels(
 ) -> Tensor:  # [..., width]
     """x in `dtype`, with zeros behind its channels; float32 of `tf32` is rounded to TF32."""
     assert x.is_contiguous() and x.shape[-1] <= width
-    out = _empty((*x.shape[:-1], width), dtype=dtype, device=x.device)
+    out = x.new_empty((*x.shape[:-1], width), dtype=dtype)
     _pad_channels_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
         x, out, out.numel(), x.shape[-1],
         WIDTH=width, TF32=tf32, BLOCK=_BLOCK, **overlapping(x.device),

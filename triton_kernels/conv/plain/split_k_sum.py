@@ -10,8 +10,6 @@ from ...runtime.dependent_launch import await_inputs, begin_next, overlapping
 from ...runtime.layout import row_stride
 from ...tf32 import as_operand
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 
 @triton.jit
 def _store_sums(
@@ -121,7 +119,7 @@ def resample_parts(
     n, h, w, c = split.shape
     assert up or h % 2 == w % 2 == 0
     size = (2 * h, 2 * w) if up else (h // 2, w // 2)
-    resampled = _empty((n, *size, c), dtype=split.dtype, device=split.parts.device)
+    resampled = split.parts.new_empty((n, *size, c), dtype=split.dtype)
     return _launch(split, resampled, *((1, 64, 4) if up else (4, 16, 2)), tf32)
 
 
@@ -135,12 +133,12 @@ def _launch(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y, what is given, and the partials of y if its pixels are whole tiles."""
     n, h, w, c = split.shape
-    y = _empty(split.shape, dtype=split.dtype, device=split.parts.device)
+    y = split.parts.new_empty(split.shape, dtype=split.dtype)
     pixels, block_c = h * w // averaged, 16
     blocks = triton.cdiv(c, block_c), triton.cdiv(pixels, block_p)
     partials = None
     if pixels % block_p == 0:
-        partials = _empty((n, blocks[1], 2, c), dtype=torch.float32, device=y.device)
+        partials = y.new_empty((n, blocks[1], 2, c), dtype=torch.float32)
     if n:
         parts, *terms = terms_of(split)
         up = resampled is not None and averaged == 1

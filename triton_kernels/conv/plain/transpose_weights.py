@@ -16,8 +16,6 @@ from torch import Tensor
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...tf32 import round_to_tf32, split_to_tf32
 
-_empty = torch.empty  # tests put a function here that returns NaNs
-
 
 @triton.jit
 def _store_parts(ptrs, v, mask, part_stride, PARTS: tl.constexpr):
@@ -66,7 +64,7 @@ def transpose_weights(
     """The filters with which a forward convolution is the input gradient, for which its padding
     has to be R - 1 less that of the forward."""
     co, ci, r, s = weight.shape
-    out = _empty((parts, ci, r, s, co), dtype=torch.float32, device=weight.device)
+    out = weight.new_empty((parts, ci, r, s, co), dtype=torch.float32)
     block = 32
     _transpose_weights_kernel[(triton.cdiv(co, block), triton.cdiv(ci, block), r * s)](
         weight, out, co, ci, r * s, weight.numel(), PARTS=parts, BLOCK=block,
@@ -77,7 +75,7 @@ def transpose_weights(
 
 def split(x: Tensor) -> Tensor:  # float32, dense in memory -> float32 [2, ...]
     """The two parts of each number, in the order in which x lies in memory."""
-    out = _empty((2, x.numel()), dtype=torch.float32, device=x.device)
+    out = x.new_empty((2, x.numel()), dtype=torch.float32)
     block = 2048
     _split_kernel[(triton.cdiv(x.numel(), block),)](
         x, out, x.numel(), BLOCK=block, **overlapping(x.device)
