@@ -2,8 +2,11 @@
 weights from elsewhere; and what a forward pass changes itself."""
 
 import copy
+import functools
+import importlib
 import pickle
 import random
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -461,6 +464,151 @@ def test_what_is_kept_outside_of_the_module_is_refused(kept):
     with pytest.raises(
         PlanError, match=r"outside of the module's attributes.*test_changes\.py:\d+"
     ):
+        accelerate(Does(keep))(torch.ones(1, 3, 4, 4), None)
+
+
+_TABLES, _PARTS, _ROWS, _RING = {}, {"of": {}}, [None, "other"], None
+
+
+class OfASize(Does):
+    """Whose class keeps tables, too."""
+
+    rings = {}
+
+    @staticmethod
+    def made(n, device):
+        return torch.arange(n, device=device).cos()
+
+    @functools.lru_cache  # noqa: B019  as people write it
+    def cached(self, n, device):
+        return self.made(n, device)
+
+
+def _in_a_dict(net, y, given):
+    n = y.shape[-1]
+    if n not in _TABLES:
+        _TABLES[n] = net.made(n, y.device)
+        _TABLES["registered"] = "lazily"
+    return y * _TABLES[n]
+
+
+def _in_a_dict_of_a_dict(net, y, given):
+    """Several, of which the dicts are made with them."""
+    n, kept = y.shape[-1], _PARTS["of"]
+    if y.device not in kept:
+        kept[y.device] = {n: net.made(2 * n, y.device).chunk(2)}
+    elif n not in kept[y.device]:
+        kept[y.device][n] = net.made(2 * n, y.device).chunk(2)
+    a, b = kept[y.device][n]
+    return y * a + b
+
+
+def _in_a_list(net, y, given):
+    if _ROWS[0] is None or len(_ROWS[0]) != y.shape[-1]:
+        _ROWS[0] = net.made(y.shape[-1], y.device)
+        _ROWS.append(_ROWS[0] * 2)
+        _ROWS.append("lazily")
+    return y * _ROWS[0] + _ROWS[-2]
+
+
+def _in_a_variable(net, y, given):
+    global _RING
+    if _RING is None or len(_RING) != y.shape[-1]:
+        _RING = net.made(y.shape[-1], y.device)
+    return y * _RING
+
+
+def _in_a_class(net, y, given):
+    n = y.shape[-1]
+    return y * net.rings.setdefault(n, net.made(n, y.device)) + net.cached(n, y.device)
+
+
+def _in_what_it_imports(net, y, given):
+    n, kept = y.shape[-1], importlib.import_module(given)
+    if n not in kept.tables:
+        kept.tables[n] = net.made(n, y.device)
+    return y * kept.tables[n]
+
+
+_KEEPING = [
+    _in_a_dict,
+    _in_a_dict_of_a_dict,
+    _in_a_list,
+    _in_a_variable,
+    _in_a_class,
+    _in_what_it_imports,
+]
+
+
+@pytest.fixture
+def nothing_kept(tmp_path, monkeypatch):
+    """Files keep what they did before a test."""
+    for at in (_TABLES, _PARTS["of"], OfASize.rings):
+        at.clear()
+    _ROWS[:] = [None, "other"]
+    globals()["_RING"] = None
+    (tmp_path / "imported_tables.py").write_text("tables = {}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "imported_tables", raising=False)
+
+
+def _kept():
+    return _TABLES, _PARTS, _ROWS, _RING, OfASize.rings
+
+
+@pytest.mark.parametrize("function", _KEEPING)
+def test_tables_that_a_file_keeps(function, nothing_kept):
+    """In the first call, after which the file has what it had, and the module's own makes them."""
+    net, x = OfASize(function), torch.randn(1, 3, 4, 4)
+    fast = accelerate(net)
+    for given in (x, x[..., :3], x):
+        y = fast(given, "imported_tables")
+        kept = repr(_kept())
+        assert "tensor" not in kept, kept
+    assert _TABLES == ({"registered": "lazily"} if function is _in_a_dict else {})
+    assert _PARTS == {"of": {}} and _RING is None and not OfASize.rings
+    added = ["lazily"] * (len(_ROWS) - 2)
+    assert [None, "other", *added] == _ROWS and bool(added) == (function is _in_a_list)
+    for _ in range(2):  # and has them in the second
+        torch.testing.assert_close(y, net(x, "imported_tables"))
+        torch.testing.assert_close(fast(x[:, :, :2], "imported_tables"), y[:, :, :2])
+
+
+OF_A_CALL = {
+    "an argument": lambda net, y: y.sum(),
+    "an argument itself": lambda net, y: y,
+    "a parameter": lambda net, y: net.layer.bias.exp(),
+    "a buffer": lambda net, y: net.table + 1,
+    "a draw": lambda net, y: torch.rand(3) * torch.ones(3),
+    "several, with a table": lambda net, y: (torch.arange(3), y.chunk(2)),
+    "what is written to": lambda net, y: torch.zeros(3).add_(y.mean()),
+}
+
+
+@pytest.mark.parametrize("what", OF_A_CALL)
+def test_what_a_file_keeps_of_a_call_is_refused(what, nothing_kept):
+    """And nothing of it stays there; nor where the forward pass raises for another reason."""
+
+    def keep(net, y, given):
+        _TABLES[what], _ROWS[0] = OF_A_CALL[what](net, y), torch.arange(3)
+        return y.item() if given else y
+
+    net, x = Does(keep), torch.randn(1, 3, 4, 4)
+    for given, why in ((None, r"outside of the module's.*test_changes\.py:\d+"), (1, "item of a")):
+        with pytest.raises(PlanError, match=why):
+            accelerate(net)(x, given)
+        assert not _TABLES and _ROWS == [None, "other"]
+
+
+def test_a_part_of_what_it_has_computed_is_refused():
+    """One of several that a call returns."""
+    kept = _Beside()
+
+    def keep(net, y, given):
+        kept.last = y.chunk(3, 1)[1]
+        return y
+
+    with pytest.raises(PlanError, match="outside of the module's attributes"):
         accelerate(Does(keep))(torch.ones(1, 3, 4, 4), None)
 
 

@@ -90,8 +90,10 @@ class Functions(TorchFunctionMode):
             if function is not torch.device:
                 function, args, kwargs = self._without_places(function, args, kwargs)
         result = self._noted(function, args, kwargs)
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor) and torch._is_functional_tensor(x):
+                self.made.append((weakref.ref(x), len(notes.found.calls)))
         if isinstance(result, Tensor) and torch._is_functional_tensor(result):
-            self.made.append((weakref.ref(result), len(notes.found.calls)))
             given = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
             if not torch.is_grad_enabled() and _memory(result) not in map(_memory, given):
                 self.blind[_memory(result)] = result

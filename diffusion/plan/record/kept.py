@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -73,14 +74,19 @@ def refuse_kept(
 
 def refuse_shown(found: Recording) -> None:
     """PlanError: something that is no attribute of a module, such as the object that computes its
-    attention, has kept a tensor of the recording, which has no numbers."""
+    attention, has kept a tensor of the recording, which has no numbers. Of what a file has kept,
+    from which it has been taken, those are tables that depend on no number that comes with a
+    call."""
     if any(made() is not None for made, _ in found.made):
         gc.collect()
     calls = [count for made, count in found.made if made() is not None]
     found.made = []
+    if found.beside:
+        depends = _of_a_call(found)
+        calls += [_made_by(x, found) + 1 for x in found.beside if id(x) in depends]
     result = leaves(found.result)  # of which some objects have them, and are refused themselves
     if calls and not any(isinstance(x, Iterator) or holds_tensors(x) for x in result):
-        source = found.calls[max(calls[0] - 1, 0)].source
+        source = found.calls[max(calls[0] - 1, 0)].source if found.calls else "of an argument"
         raise PlanError(
             "the forward keeps a tensor outside of the module's attributes, where a plan puts none;"
             f" return it, or, if it is a table, call the module once before ({source})"
@@ -97,11 +103,29 @@ def _keeps_tables(part: nn.Module, found: Recording, depends: set[int]) -> bool:
 
 def _of_arguments(found: Recording) -> set[int]:
     """Ids of tensors that depend on the numbers of arguments."""
-    depends = {id(x) for x in found.inputs if isinstance(x, Tensor)}
+    return _made_of(found, found.inputs)
+
+
+def _of_a_call(found: Recording) -> set[int]:
+    """Ids of tensors that depend on arguments, parameters, buffers or draws."""
+    drawn = (c for c in found.calls if torch.Tag.nondeterministic_seeded in c.target.tags)
+    states = [*found.parameters.values(), *found.buffers.values()]
+    return _made_of(found, [found.inputs, states, *(call.result for call in drawn)])
+
+
+def _made_of(found: Recording, tensors: Any) -> set[int]:
+    """Ids of these, and of those that are made of them."""
+    made = {id(x) for x in pytree.tree_leaves(tensors) if isinstance(x, Tensor)}
     for call in found.calls:
-        if any(id(x) in depends for x in _leaves(call)):
-            depends.update(id(x) for x in pytree.tree_leaves(call.result))
-    return depends
+        if any(id(x) in made for x in _leaves(call)):
+            made.update(id(x) for x in pytree.tree_leaves(call.result))
+    return made
+
+
+def _made_by(x: Tensor, found: Recording) -> int:
+    """Which call has made it; the first, if it comes with the call."""
+    results = (pytree.tree_leaves(call.result) for call in found.calls)
+    return next((i for i, made in enumerate(results) if any(x is y for y in made)), 0)
 
 
 def _said(found: Recording) -> list:

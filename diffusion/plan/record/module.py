@@ -1,7 +1,5 @@
 """What a module may have when it is recorded, and that it is the same module behind it."""
 
-import functools
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +11,6 @@ from torch import nn
 
 from ..graph import PlanError
 from ..trees import flatten
-
-_Cached = functools._lru_cache_wrapper
-# whose caches are of no module's tensors
-_OTHERS = {*sys.stdlib_module_names, "torch", "triton", "triton_kernels", "diffusion", "sympy"}
 
 
 def refuse_parts(module: nn.Module) -> None:
@@ -70,22 +64,6 @@ def places_of(module: nn.Module) -> dict[str, str]:
         for key, x in (part._parameters | part._buffers).items()
     )
     return {place: first[id(x)] for place, x in every if x is not None}
-
-
-@contextmanager
-def caches_kept() -> Iterator[None]:
-    """What `functools.lru_cache` has kept in the block, such as a mask of these sizes, is forgotten
-    behind it: tensors of a recording, which another call would be given."""
-    theirs = (m for name, m in list(sys.modules.items()) if name.split(".")[0] not in _OTHERS)
-    found = (f for m in theirs for f in list(getattr(m, "__dict__", {}).values()))
-    functions = list({id(f): f for f in found if type(f) is _Cached}.values())
-    before = [f.cache_info().misses for f in functions]
-    try:
-        yield
-    finally:
-        for f, misses in zip(functions, before, strict=True):
-            if f.cache_info().misses != misses:
-                f.cache_clear()
 
 
 @contextmanager

@@ -18,13 +18,13 @@ from torch.nn.utils import stateless
 
 from ..graph import PlanError
 from ..trees import flatten
+from .beside import modules_kept
 from .composites import without_hints
 from .draws import refused, states
 from .functions import ByDevice, Functions, casts
 from .kept import left_in, refuse_shown
 from .module import (
     attributes_kept,
-    caches_kept,
     places_of,
     refuse_changes,
     refuse_parts,
@@ -83,7 +83,7 @@ def _record(
     refuse_parts(module)
     with ExitStack() as stack:
         attributes = stack.enter_context(attributes_kept(module))
-        stack.enter_context(caches_kept())
+        beside = stack.enter_context(modules_kept(module))
         refuse_silent_hooks(module)
         # in inference mode PyTorch takes nothing apart, and writes in place
         stack.enter_context(torch.inference_mode(False))
@@ -116,6 +116,7 @@ def _record(
             ):
                 result = forward(*args, **kwargs)
             found.left = left_in(attributes, functions.inner)
+            found.beside = [functions.inner(x) for x in beside()]
             found.made = functions.forget()
             for place, x in before.items():  # in which the call leaves what is there behind it
                 if states[place] is not x:

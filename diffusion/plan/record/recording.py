@@ -37,6 +37,7 @@ class Recording:
     rewritten: dict[int, str] = field(default_factory=dict)  # by id, what parameters become
     # attributes that are others behind it: by their part's id and name, tensors and numbers
     left: dict[tuple[int, str], Any] = field(default_factory=dict)
+    beside: list[Tensor] = field(default_factory=list)  # in variables, dicts and lists of files
     # what Python was given, and how many calls there were then
     made: list[tuple[ref[Tensor], int]] = field(default_factory=list)
     result: Any = None
