@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks import harness, stopwatch
 from triton_kernels.conv.few import CONV_FEW, conv_few
-from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split
+from triton_kernels.conv.split import CONV_SPLIT, conv_split
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.spec import ConvSpec
 from triton_kernels.runtime.dependent_launch import await_inputs, dependent_launches, overlapping

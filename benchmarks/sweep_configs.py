@@ -63,8 +63,8 @@ from triton_kernels.attention.tiles import (
 )
 from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD, conv_forward, conv_input_grad
-from triton_kernels.conv.plain.split_k import CONV_SPLIT
 from triton_kernels.conv.skip_dx import SKIP_DX, skip_dx
+from triton_kernels.conv.split import CONV_SPLIT
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD, conv_weight_grad
 from triton_kernels.conv.wgrad_group import WEIGHT_GRADS, conv_weight_grads
 from triton_kernels.registry.choose import listed

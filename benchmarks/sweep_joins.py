@@ -33,7 +33,7 @@ from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from triton_kernels.conv.few import conv_few
 from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
 from triton_kernels.conv.fused_spec import forward_spec
-from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split
+from triton_kernels.conv.split import CONV_SPLIT, conv_split
 from triton_kernels.conv.upsampled import (
     UPSAMPLED,
     conv_of_upsampled,

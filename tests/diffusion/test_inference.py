@@ -3,6 +3,7 @@
 import copy
 import inspect
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,11 +19,8 @@ from diffusion.process.schedule import make_schedule
 from diffusion.runtime.backend import TORCH_FP32, Backend
 from diffusion.sampling.guidance import guide
 from triton_kernels import fused_ops as fused, reference
-from triton_kernels.conv.plain import (
-    pointer_split,
-    small_batch as conv_early,
-    split_k as conv_split,
-)
+from triton_kernels.conv import split as conv_split
+from triton_kernels.conv.plain import pointer_split, small_batch as conv_early
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.kernel import Op
 from triton_kernels.runtime.device import Device
@@ -179,10 +177,13 @@ def test_other_kernels_themselves(options, tma, device, request, monkeypatch):
     parts."""
     if not tma:
         request.getfixturevalue("no_tma")
-    split, through_pointers = pointer_split.split, []
-    monkeypatch.setattr(
-        pointer_split, "split", lambda *given: through_pointers.append(split(*given))
-    )
+    forward, through_pointers = pointer_split.pointer.forward, []
+
+    def noted(*given, **options):
+        through_pointers.append(options)
+        forward(*given, **options)
+
+    monkeypatch.setattr(pointer_split, "pointer", SimpleNamespace(forward=noted))
     pointers = not tma or "model_channels" in options  # TMA addresses channels by 8
     options = {"channel_mult": (1, 2), "attention_resolutions": (2,)} | options
     model = make(options, (4, 6)).to(device).eval()

@@ -34,7 +34,7 @@ from diffusion.runs.precompile_worker import train
 from triton_kernels.attention import attention_bwd_rows
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
-from triton_kernels.conv.plain.split_k import CONV_SPLIT, conv_split, split_spec
+from triton_kernels.conv.split import CONV_SPLIT, conv_split, split_spec
 from triton_kernels.noise.loss_aware import draw_weighted_timesteps, record_losses
 from triton_kernels.norm.tables import Statistics
 from triton_kernels.reductions.conv_parts import SplitConv

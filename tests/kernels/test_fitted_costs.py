@@ -12,8 +12,8 @@ from triton_kernels.attention.configs import (
 )
 from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
-from triton_kernels.conv.plain.split_k import CONV_SPLIT
 from triton_kernels.conv.skip_dx import SKIP_DX
+from triton_kernels.conv.split import CONV_SPLIT
 from triton_kernels.conv.upsampled import UPSAMPLED
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.conv.wgrad_group import WEIGHT_GRADS

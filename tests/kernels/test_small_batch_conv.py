@@ -5,14 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from triton_kernels.conv.few import OneRow, conv_few
+from triton_kernels.conv import split as conv_split
+from triton_kernels.conv.few import conv_few
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import one_row
-from triton_kernels.conv.plain import small_batch as conv_early, split_k as conv_split
-from triton_kernels.conv.plain.parts import count_steps
+from triton_kernels.conv.hopper.one_row import OneRow
+from triton_kernels.conv.plain.parts import SplitOperands, count_steps
 from triton_kernels.conv.plain.pointer_split import PointerParts
-from triton_kernels.conv.plain.small_batch import EarlyConfig
-from triton_kernels.conv.plain.split_k import CONV_SPLIT, SplitConfig
+from triton_kernels.conv.plain.small_batch import EarlyConfig, EarlyParts, split_early
+from triton_kernels.conv.plain.split_k import SplitConfig
+from triton_kernels.conv.split import CONV_SPLIT
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.choose import select
@@ -192,7 +194,8 @@ def test_split_early(case, config, dtype, device):
     if device.type == "cuda" and dtype == torch.float32:
         pytest.skip("float32 is multiplied in TF32 on a GPU")
     x, weight, extra, _ = conv_inputs(CONVS[case], dtype, device)
-    parts = conv_early.split_early(x, weight, extra=extra, config=EarlyConfig(*config))
+    operands = SplitOperands(x, weight, extra, conv_split.split_spec(x, weight, extra))
+    parts = split_early(EarlyConfig(*config), operands)
     exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
     low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
     close(parts.sum(0), exact, low)
@@ -307,7 +310,8 @@ def test_early_parts_of_the_model_s_shapes(case, device):
     exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
     low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
     for _ in range(3):
-        close(conv_early.split_early(x, weight, extra=extra).sum(0), exact, low)
+        parts = conv_split.conv_split(x, weight, extra=extra, config=EarlyParts())
+        close(parts.sum(0), exact, low)
 
 
 ROWS = {  # likewise, at 64x64 to 16x16, and of two images

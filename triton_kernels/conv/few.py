@@ -15,16 +15,6 @@ from .fused_spec import Terms, forward_spec
 from .hopper import one_row, single_tile
 
 
-@configures("one_row")
-class OneRow(NamedTuple):
-    """Tiles of a row of pixels."""
-
-
-@configures("single_tile")
-class SingleTile(NamedTuple):
-    """Tiles of `single_tile.PIXELS`."""
-
-
 @configures("conv_forward")
 class Forward(NamedTuple):
     """Whatever `conv_forward` takes."""
@@ -49,22 +39,8 @@ CONV_FEW = Op(
     "conv_few",
     ("h", "w", "k", "c", "r", "s", "dtype", "emb", "residual", "extras", "stats"),
     (
-        Kernel(
-            "one_row",
-            OneRow,
-            one_row.refuse,
-            launch=lambda _, operands: one_row.launch(operands),
-            adds=FORWARD_TERMS,
-            work=lambda spec, gpu, _: one_row.work(spec, 1),
-        ),
-        Kernel(
-            "single_tile",
-            SingleTile,
-            single_tile.refuse,
-            launch=lambda _, operands: single_tile.launch(operands),
-            adds=("residual", "factor", "stats"),
-            work=lambda spec, gpu, _: single_tile.work(spec, gpu),
-        ),
+        one_row.WHOLE,
+        single_tile.KERNEL,
         Kernel(
             "conv_forward",
             Forward,
@@ -101,13 +77,9 @@ def conv_few(
         config = select(CONV_FEW, spec, describe(x.device)).config
     if isinstance(config, Forward):
         return conv_forward(x, weight, bias, stats=stats, **options, **terms)
-    tiles = h * w // _pixels(config, w) if stats else None
+    pixels = w if isinstance(config, one_row.OneRow) else single_tile.PIXELS  # of a tile
+    tiles = h * w // pixels if stats else None
     given = forward_operands(x, weight, bias, tiles, added, **options)
     if len(x):
         CONV_FEW.kernel_of(config).launch(config, given)
     return given.y, given.partials
-
-
-def _pixels(config: OneRow | SingleTile, width: int) -> int:
-    """Of a tile."""
-    return width if isinstance(config, OneRow) else single_tile.PIXELS

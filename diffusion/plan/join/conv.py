@@ -1,6 +1,6 @@
 """Convolutions: split-K, and fused with the norm before or after them."""
 
-from triton_kernels.conv.plain.split_k import split_spec
+from triton_kernels.conv.split import split_spec
 
 from ..graph import Node
 from .attention import waits_for_projection

@@ -8,20 +8,36 @@ it multiplies. Since no sum is in parts, nobody has to add them. How, stands in 
 
 from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, TensorDescriptor, in_boxes
 from ...registry.cost import Work
-from ...registry.spec import WHOLE_PIXELS, ConvSpec
+from ...registry.kernel import Kernel, configures
+from ...registry.spec import FORWARD_TERMS, WHOLE_PIXELS, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.hardware import BESIDE_BUFFERS
+from ..plain.parts import SplitOperands
 from .operands import Operands, filters_in_boxes
 from .refusals import refuse_3x3
 
 if SUPPORTED:
     from .one_row_kernels import conv_one_row_kernel
+
+
+@configures("one_row")
+class OneRow(NamedTuple):
+    """Tiles of a row of pixels."""
+
+
+@configures("one_row")
+class RowParts(NamedTuple):
+    """The same, of a part of the sum."""
+
+    parts: int
+
 
 _WIDTHS = (16, 32, 64)  # pixels of a row
 _FILTERS = 3 * 64 * 128  # bytes of a unit
@@ -58,8 +74,15 @@ def _programs(spec: ConvSpec) -> int:
     return spec.n * spec.h * (spec.c // 64)
 
 
-def work(spec: ConvSpec, parts: int) -> Work:
-    """What its programs do, in so many parts."""
+def _refuse_parts(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := refuse(spec, gpu):
+        return reason
+    return None if count_parts(spec, gpu) > 1 else "a program holds its whole sum"
+
+
+def _work(spec: ConvSpec, gpu: Device, config: OneRow | RowParts) -> Work:
+    """What its programs do."""
+    parts = config.parts if isinstance(config, RowParts) else 1
     pixels = spec.w
     terms = 9 * spec.k // parts + sum(spec.extra)
     return Work(
@@ -75,7 +98,7 @@ def work(spec: ConvSpec, parts: int) -> Work:
     )
 
 
-def launch(operands: Operands) -> None:
+def _launch_whole(_: OneRow, operands: Operands) -> None:
     """The whole convolution. No kernel may write filters and biases while earlier ones of the
     stream are under way: they are read ahead."""
     w = operands.x.shape[2]
@@ -86,11 +109,13 @@ def launch(operands: Operands) -> None:
     _launch(operands.x, operands.weight, terms, operands.extra_channels, 1)
 
 
-def launch_parts(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """The parts of the convolution, float32 [parts, N, CO, H * W]."""
+def _launch_parts(config: RowParts, operands: SplitOperands) -> Tensor:
+    """The parts of the convolution."""
+    x, weight, out = operands.x, operands.weight, operands.parts(config.parts)
     wide = _in_rows(x, 2 * x.shape[2])
     terms = (wide, filters_in_boxes(weight), *[None] * 10, out, 0, None)
-    _launch(x, weight, terms, [0, 0], len(out))
+    _launch(x, weight, terms, [0, 0], config.parts)
+    return out
 
 
 def _launch(
@@ -120,3 +145,14 @@ def _room(pixels: int, shared_memory: int) -> int:
 
 def _in_rows(x: Tensor, pixels: int) -> TensorDescriptor:
     return in_boxes(x, list(x.shape), [1, 1, pixels, 64])
+
+
+WHOLE = Kernel("one_row", OneRow, refuse, launch=_launch_whole, work=_work, adds=FORWARD_TERMS)
+PARTS = Kernel(
+    "one_row",
+    RowParts,
+    _refuse_parts,
+    lambda spec, gpu: [RowParts(count_parts(spec, gpu))],
+    launch=_launch_parts,
+    work=_work,
+)

@@ -1,17 +1,33 @@
-"""The tiles of convolutions whose sum is cut into parts (`conv.plain.split_k`), and how many parts
+"""What kernels of a convolution in parts (`conv.split`) share: operands, tiles, and how many parts
 there are."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 import triton
+from torch import Tensor
 
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 
 MOST_PARTS = 16  # which the norm that follows adds
 LEAST_STEPS = 4  # products of a part; with fewer, adding the parts costs more
+
+
+class SplitOperands(NamedTuple):
+    """Those of `conv_split`, which has checked them."""
+
+    x: Tensor  # [N, H, W, CI]
+    weight: Tensor  # [CO, CI, R, S] in channels_last memory
+    extra: Sequence[tuple[Tensor, Tensor]]  # up to two: [N, H, W, C], [CO, C]
+    spec: ConvSpec
+
+    def parts(self, count: int) -> Tensor:
+        """Room for so many, float32 [count, N, CO, P * Q]."""
+        shape = count, self.spec.n, self.spec.c, math.prod(self.spec.size)
+        return self.x.new_empty(shape, dtype=torch.float32)
 
 
 class PartsTile(NamedTuple):
@@ -23,6 +39,15 @@ class PartsTile(NamedTuple):
     num_warps: int
     num_stages: int
     parts: int
+
+
+def refuse_boxes(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why TMA does not fetch it, or None."""
+    if not gpu.tma:
+        return "the GPU has no TMA"
+    if odd := [c for c in (spec.k, spec.c, *spec.extra) if c % 8]:
+        return f"{odd[0]} channels are no multiple of 8"
+    return None
 
 
 def count_steps(block_k: int, spec: ConvSpec) -> int:

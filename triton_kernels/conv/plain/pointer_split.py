@@ -1,8 +1,6 @@
 """`conv_split` without a TMA unit, or where it cannot address the tensors: the tiles and products
 of `conv.plain.pointer`, each program a part of the sum."""
 
-from collections.abc import Sequence
-
 import triton
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from ...runtime.device import Device
 from ..hopper.operands import Operands
 from . import pointer, pointer_tiles
 from .fused_tiles import box_of, programs
-from .parts import PartsTile, count_steps, cut, part_bytes
+from .parts import PartsTile, SplitOperands, count_steps, cut, part_bytes
 from .pointer_tiles import PointerTile, fitting
 
 
@@ -28,18 +26,14 @@ class PointerParts(PartsTile):
         return PointerTile(*self[:-1])
 
 
-def split(
-    config: PointerParts,
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, R, S] in channels_last memory
-    extra: Sequence[tuple[Tensor, Tensor]],  # up to two: [N, H, W, C], [CO, C]
-    spec: ConvSpec,
-    parts: Tensor,  # float32 [S, N, CO, H * W], which is written
-) -> None:
-    assert all(other.is_contiguous() for other, _ in extra)
-    operands = Operands(x, weight, parts, None, None, extra=extra, precision=spec.precision)
+def _launch(config: PointerParts, operands: SplitOperands) -> Tensor:
+    """The parts."""
+    x, weight, extra, spec = operands
+    parts = operands.parts(config.parts)
+    given = Operands(x, weight, parts, None, None, extra=extra, precision=spec.precision)
     steps = triton.cdiv(count_steps(config.block_k, spec), config.parts)
-    pointer.forward(config.tile, operands, steps=steps)
+    pointer.forward(config.tile, given, steps=steps)
+    return parts
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
@@ -75,4 +69,4 @@ def _cost(spec: ConvSpec, gpu: Device, c: PointerParts) -> float:
     return us + of_passes(2 * part_bytes(c.parts, spec), launches=0)
 
 
-KERNEL = Kernel("pointer_parts", PointerParts, _refuse, _configs, _cost, adds=("extra",))
+KERNEL = Kernel("pointer_parts", PointerParts, _refuse, _configs, _cost, _launch, adds=("extra",))

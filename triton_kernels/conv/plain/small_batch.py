@@ -19,21 +19,25 @@ their own. A tile has BLOCK_M successive pixels of all images.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...registry.cost import Work
+from ...registry.cost import HOPPER, Work
+from ...registry.kernel import Kernel, configures
 from ...registry.spec import FEW_IMAGES, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
-from ..fused_spec import forward_spec
-from .parts import MOST_PARTS
+from .parts import MOST_PARTS, SplitOperands, refuse_boxes
 from .small_batch_kernels import conv_early_kernel
 
 _DEEPEST = 512  # terms of a product: 64 registers of a thread for filters, 64 for pixels
 _MAX_PIXELS = 1024  # of all images; with more a loop over tiles is faster
+
+
+@configures("early_parts")
+class EarlyParts(NamedTuple):
+    """`split_config` chooses the tile."""
 
 
 class EarlyConfig(NamedTuple):
@@ -46,41 +50,15 @@ class EarlyConfig(NamedTuple):
     num_warps: int
 
 
-def split_early(
-    x: Tensor,  # [N, H, W, CI]
-    weight: Tensor,  # [CO, CI, R, S] in channels_last memory, dtype of x
-    *,
-    extra: Sequence[tuple[Tensor, Tensor]] = (),  # up to two: [N, H, W, C], [CO, C]
-    config: EarlyConfig | None = None,
-) -> Tensor:  # float32 [parts, N, CO, H * W]
-    """`conv_split`, with other parts. Filters are read before earlier kernels of the stream have
-    ended, so none of these may write them."""
+def split_early(config: EarlyConfig, operands: SplitOperands) -> Tensor:
+    """The parts. Filters are read before earlier kernels of the stream have ended, so none of these
+    may write them."""
+    x, weight, extra, _ = operands
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
-    config = config or split_config(forward_spec(x, weight), describe(x.device))
     splits = triton.cdiv(r * s * ci, config.rounds * config.block_k)
-    parts = x.new_empty((splits + bool(extra), n, co, h * w), dtype=torch.float32)
-    if n > 0:
-        _launch(x, weight, extra, config, parts, splits)
-    return parts
-
-
-def _launch(
-    x: Tensor,
-    weight: Tensor,
-    extra: Sequence[tuple[Tensor, Tensor]],
-    config: EarlyConfig,
-    out: Tensor,
-    splits: int,
-) -> None:
-    n, h, w, ci = x.shape
-    co, _, r, s = weight.shape
-    assert x.is_contiguous() and x.dtype == weight.dtype and len(extra) <= 2
-    assert weight.permute(0, 2, 3, 1).is_contiguous() and r % 2 == s % 2 == 1
+    out = operands.parts(splits + bool(extra))
     channels = [other.shape[3] for other, _ in extra]
-    for other, w1x1 in extra:
-        assert other.is_contiguous() and other.shape[:3] == x.shape[:3]
-        assert w1x1.shape == (co, other.shape[3]) and w1x1.stride(1) == 1
     programs = triton.cdiv(n * h * w, config.block_m) * triton.cdiv(co, config.block_c)
     rows = weight.permute(0, 2, 3, 1).reshape(co, r * s * ci)
     box = [config.block_c, config.block_k]
@@ -97,6 +75,7 @@ def _launch(
         config.rounds, _early(config, x), num_warps=config.num_warps, num_stages=1,
         **overlapping(x.device),
     )  # fmt: skip
+    return out
 
 
 def _extra_depths(config: EarlyConfig, channels: Sequence[int]) -> list[int]:
@@ -127,7 +106,7 @@ def split_config(spec: ConvSpec, gpu: Device) -> EarlyConfig:
     return EarlyConfig(64, block_m, block_k, rounds, 8 if block_k == 512 else 4)
 
 
-def split_work(spec: ConvSpec, gpu: Device) -> Work:
+def _work(spec: ConvSpec, gpu: Device, _: EarlyParts) -> Work:
     """The work of the programs of `split_early`. The 1x1 convolutions are a part of their own."""
     config, pixels = split_config(spec, gpu), spec.n * spec.h * spec.w
     terms = config.rounds * config.block_k
@@ -146,13 +125,30 @@ def split_work(spec: ConvSpec, gpu: Device) -> Work:
     )
 
 
-def refuse_split(spec: ConvSpec) -> str | None:
-    """Why `split_early` cannot compute this, or None."""
+def _launch(_: EarlyParts, operands: SplitOperands) -> Tensor:
+    return split_early(split_config(operands.spec, describe(operands.x.device)), operands)
+
+
+def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.stride != 1:
+        return f"it does stride 1, not {spec.stride}"
     wrong = spec.itemsize != 2 or spec.k % 16
-    return "it does numbers of 16 bits, and channels by 16" if wrong else None
+    numbers = "it does numbers of 16 bits, and channels by 16" if wrong else None
+    return refuse_boxes(spec, gpu) or numbers
 
 
-def untimed_split(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why `split_early` is not taken though it could be, or None."""
+def _untimed(spec: ConvSpec, gpu: Device) -> str | None:
     many = spec.n > FEW_IMAGES or spec.n * spec.h * spec.w > _MAX_PIXELS
     return f"it does {FEW_IMAGES} images and {_MAX_PIXELS} pixels at most" if many else None
+
+
+KERNEL = Kernel(
+    "early_parts",
+    EarlyParts,
+    _refuse,
+    launch=_launch,
+    work=_work,
+    borrows=HOPPER,
+    untimed=_untimed,
+    adds=("extra",),
+)
