@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from triton_kernels.conv import wgrad_group
 from triton_kernels.conv.hopper import fp16_split_wgrad, group_wgrad, mma_wgrad, row_wgrad
 from triton_kernels.conv.plain import gather_wgrad, pointwise_wgrad, tma_stride, tma_wgrad
 from triton_kernels.conv.weight_grad import plan, weight_grad_spec
+from triton_kernels.conv.wgrad_group import conv_weight_grads, grads_spec
+from triton_kernels.conv.wgrad_parts import Gradient
 from triton_kernels.reductions import long_sums
 from triton_kernels.reductions.column_sum import num_splits
 from triton_kernels.reductions.long_sums import MOST_PRODUCTS, fewest_parts
@@ -200,19 +201,15 @@ def test_parts_of_several(share, monkeypatch):
     """Pieces of one list are as long as parts may be, and each block has two of a program at
     most."""
     seen = []
-    monkeypatch.setattr(group_wgrad, "launch_rows", lambda *given: seen.append(len(given[1])))
-    monkeypatch.setattr(wgrad_group, "sum_group", lambda *_: None)
+    monkeypatch.setattr(group_wgrad, "launch_rows", lambda *given: seen.append(given[1]))
     for batch in BATCHES:
-        group = [
-            group_wgrad.Gradient(*tensors(batch, 32, 32, ci, 128, 3, BF16))
-            for ci in (256, 128, 192)
-        ]
+        group = [Gradient(*tensors(batch, 32, 32, ci, 128, 3, BF16)) for ci in (256, 128, 192)]
         with standing_for(H100):
-            spec = wgrad_group.grads_spec(group, True)
+            spec = grads_spec(group, True)
             assert group_wgrad.refuse(spec, H100) is None
             tiles = group_wgrad.tiles(spec, H100)
             for tile in tiles:
-                wgrad_group._run(group, False, tile, True, share)
+                conv_weight_grads(*group, share=share, config=tile)
                 blocks = group_wgrad.count_blocks(spec)
                 steps = group_wgrad.count_tiles(spec)
                 piece = -(-blocks * steps // seen[-1]) * 256

@@ -8,9 +8,10 @@ import torch
 
 from triton_kernels.conv import wgrad_group as weight_grads, wgrad_parts
 from triton_kernels.conv.hopper import group_wgrad, rounds_wgrad, row_wgrad
-from triton_kernels.conv.hopper.group_wgrad import Gradient, Tile
+from triton_kernels.conv.hopper.group_wgrad import Tile
 from triton_kernels.conv.hopper.rounds_wgrad import Rounds
 from triton_kernels.conv.wgrad_group import conv_weight_grads
+from triton_kernels.conv.wgrad_parts import Gradient
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.choose import select
 from triton_kernels.registry.spec import ConvSpec, WeightGradsSpec
@@ -67,10 +68,7 @@ def check(
     cut off of each (`reductions.long_sums`) is less than the rounding."""
     made = gradients(group, dtype, device)
     before = [g.out.double() for g in made]
-    if plan is None:
-        conv_weight_grads(*made, accumulate=accumulate, share=share)
-    else:
-        weight_grads._run(made, accumulate, plan, True, share)
+    conv_weight_grads(*made, accumulate=accumulate, share=share, config=plan)
     pixels = group.n * group.h * group.w
     floor = 2**-24 * pixels**0.5 + 1e-6
     if parts:

@@ -6,31 +6,28 @@ launch adds up: at small batches a good deal of the time goes into the beginning
 launches, into writing the parts and adding them up. Several gradients share all of that.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import WeightGradsSpec, precision_of
-from ..runtime.device import describe
-from .hopper import group_wgrad, points_wgrad, rounds_wgrad, row_wgrad
-from .hopper.group_wgrad import Gradient, Tile
-from .hopper.points_wgrad import Points
-from .hopper.rounds_wgrad import Rounds
+from .hopper import group_wgrad, points_wgrad, rounds_wgrad
 from .weight_grad import conv_weight_grad, one_after_one, weight_grad_spec
-from .wgrad_parts import sum_group
+from .wgrad_parts import Gradient, GroupOperands
 
 
 @configures("in_turn")
-class _InTurn(NamedTuple):
+class InTurn(NamedTuple):
     """Each by `conv_weight_grad`."""
 
 
-_Plan = Tile | Rounds | Points | _InTurn
+def _in_turn(_: InTurn, operands: GroupOperands) -> None:
+    options = {"accumulate": operands.accumulate, "allow_tf32": operands.spec.dtype != "fp32"}
+    for gradient in operands.gradients:
+        conv_weight_grad(*gradient, **options)
 
 
 def conv_weight_grads(
@@ -43,15 +40,17 @@ def conv_weight_grads(
     """... `conv_weight_grad` of each has them, up to 4. All `out` have filters of one size, all
     images are of one size, and all have padding R // 2."""
     group = [Gradient(*g) for g in gradients]
+    operands = GroupOperands(group, grads_spec(group, allow_tf32), accumulate, share)
+    if config is None:
+        config = InTurn() if len(group) == 1 else _chosen(operands)
+    WEIGHT_GRADS.kernel_of(config).launch(config, operands)
 
-    def run(plan: _Plan) -> Tensor:
-        return _into_copies(group, plan, allow_tf32)
 
-    plan: _Plan = config or _InTurn()
-    if len(group) > 1 and config is None:
-        spec, gpu = grads_spec(group, allow_tf32), describe(group[0].x.device)
-        plan = select(WEIGHT_GRADS, spec, gpu, run).config
-    _run(group, accumulate, plan, allow_tf32, share)
+def _chosen(operands: GroupOperands) -> tuple:
+    def run(config: tuple) -> Tensor:
+        return _into_copies(operands, config)
+
+    return select(WEIGHT_GRADS, operands.spec, operands.gpu, run).config
 
 
 def grads_spec(gradients: Sequence[Gradient], allow_tf32: bool) -> WeightGradsSpec:
@@ -79,7 +78,8 @@ WEIGHT_GRADS = Op(
     kernels=(
         Kernel(
             "in_turn",
-            _InTurn,
+            InTurn,
+            launch=_in_turn,
             alike=lambda spec, gpu, _: one_after_one(spec, gpu),
             delegates=True,
         ),
@@ -90,55 +90,14 @@ WEIGHT_GRADS = Op(
 )
 
 
-def _run(
-    group: Sequence[Gradient],
-    accumulate: bool,
-    plan: _Plan,
-    allow_tf32: bool,
-    share: float = 1.0,
-) -> None:
-    spec, gpu = grads_spec(group, allow_tf32), describe(group[0].x.device)
-    if isinstance(plan, _InTurn):
-        for g in group:
-            conv_weight_grad(*g, accumulate=accumulate, allow_tf32=allow_tf32)
-    elif isinstance(plan, Points):
-        whole, pieces, programs = points_wgrad.cut(spec, gpu, plan, share)
-        shape = (pieces, 1 if plan.splits else 2, plan.co, 1, plan.ci)
-        parts = group[0].x.new_empty(shape, dtype=torch.float32)
-        points_wgrad.launch(group, parts, plan, whole, programs, accumulate)
-        if pieces:
-            tiles = points_wgrad.pixel_tiles(spec, plan)
-            sum_group(parts, [g.out for g in group], tiles, accumulate, whole)
-    elif isinstance(plan, Rounds):
-        whole = rounds_wgrad.whole_blocks(spec, gpu, plan)
-        pieces = rounds_wgrad.cut_blocks(spec, gpu, plan) * plan.splits
-        _run_rows(group, accumulate, pieces, plan.splits, whole)
-    else:
-        programs = group_wgrad.programs(spec, gpu, plan, share)
-        blocks = group_wgrad.count_blocks(spec)
-        _run_rows(group, accumulate, programs, programs // blocks * (programs % blocks == 0))
-
-
-def _run_rows(
-    group: Sequence[Gradient], accumulate: bool, pieces: int, splits: int, whole: int = 0
-) -> None:
-    """Those of 3x3 filters in one launch: of all blocks but those that are whole so many pieces, or
-    in so many parts each."""
-    shape = (pieces, 1 if splits else 2, 64, 9, 64)
-    parts = group[0].x.new_empty(shape, dtype=torch.float32)
-    group_wgrad.launch_rows(group, parts, whole, splits, accumulate)
-    if pieces:
-        tiles = math.prod(row_wgrad.tiles_of(*group[0].x.shape[:3]))
-        sum_group(parts, [g.out for g in group], tiles, accumulate, whole)
-
-
-def _into_copies(group: Sequence[Gradient], plan: _Plan, allow_tf32: bool) -> Tensor:
+def _into_copies(operands: GroupOperands, config: tuple) -> Tensor:
     """Results of a configuration that is tried."""
-    sizes = [g.out.numel() for g in group]
-    flat = group[0].x.new_empty((sum(sizes),), dtype=torch.float32)
+    sizes = [out.numel() for out in operands.outs]
+    flat = operands.outs[0].new_empty((sum(sizes),))
     copies = []
-    for g, place in zip(group, flat.split(sizes), strict=True):
+    for g, place in zip(operands.gradients, flat.split(sizes), strict=True):
         co, ci, r, s = g.out.shape
         copies.append(g._replace(out=place.view(co, r, s, ci).permute(0, 3, 1, 2)))
-    _run(copies, False, plan, allow_tf32)
+    tried = GroupOperands(copies, operands.spec)
+    WEIGHT_GRADS.kernel_of(config).launch(config, tried)
     return flat

@@ -1,17 +1,51 @@
-"""The second launch of grouped weight gradients (`conv.hopper.group_wgrad`): it adds the parts of
-up to four gradients."""
+"""What kernels of several weight gradients in one launch (`conv.wgrad_group`) share: operands, and
+the second launch, which adds the parts of up to four gradients."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..registry.spec import WeightGradsSpec
 from ..runtime.dependent_launch import await_inputs, overlapping
+from ..runtime.device import Device, describe
 
 MOST = 4  # gradients in one launch
 LISTED = 4  # numbers of parts that are listed for a tile: those with the fewest successive steps
+
+
+class Gradient(NamedTuple):
+    """One to be computed."""
+
+    x: Tensor  # [N, H, W, CI]
+    dy: Tensor  # [N, H, W, CO]
+    out: Tensor  # float32 [CO, CI, R, S] to be written; a channel of y is a row [R, S, CI]
+
+
+class GroupOperands(NamedTuple):
+    """Those of `conv_weight_grads`."""
+
+    gradients: Sequence[Gradient]
+    spec: WeightGradsSpec
+    accumulate: bool = False  # add to what is there
+    share: float = 1.0  # of the multiprocessors
+
+    @property
+    def gpu(self) -> Device:
+        return describe(self.gradients[0].x.device)
+
+    @property
+    def outs(self) -> list[Tensor]:
+        return [g.out for g in self.gradients]
+
+    def parts(self, pieces: int, splits: int, *block: int) -> Tensor:
+        """Room for the sums of so many pieces, each of one part of a block [CO, R * S, CI] or,
+        without splits, of parts of two."""
+        shape = pieces, 1 if splits else 2, *block
+        return self.gradients[0].x.new_empty(shape, dtype=torch.float32)
 
 
 def filled(values: Sequence[Any], count: int, other: Any = 0) -> list:
@@ -134,7 +168,7 @@ def _sum_group_kernel(
 
 
 def sum_group(
-    parts: Tensor,  # float32 [programs, parts, TILE_CO, R * S, TILE_CI], as `group_wgrad` has them
+    parts: Tensor,  # float32 [programs, parts, TILE_CO, R * S, TILE_CI], of `GroupOperands.parts`
     outs: Sequence[Tensor],  # float32 [CO, CI, R, S], a channel of y is a row [R, S, CI]
     tiles: int,  # tiles of pixels per block
     accumulate: bool,

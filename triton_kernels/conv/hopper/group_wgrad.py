@@ -5,10 +5,7 @@ that another launch adds up. Four gradients in one launch have a quarter of the 
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
-
-from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, missing
 from ...reductions.column_sum import num_splits
@@ -16,20 +13,12 @@ from ...registry.kernel import Kernel, configures
 from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
 from ..configs import fewest_of
-from ..wgrad_parts import MOST, channels_of, filled
+from ..wgrad_parts import MOST, GroupOperands, channels_of, filled, sum_group
 from . import row_wgrad
 from .operands import in_rows
 
 if SUPPORTED:
     from .group_wgrad_kernels import conv_row_group_wgrad_kernel
-
-
-class Gradient(NamedTuple):
-    """One to be computed; of `out` only the shape matters."""
-
-    x: Tensor  # [N, H, W, CI]
-    dy: Tensor  # [N, H, W, CO]
-    out: Tensor  # [CO, CI, R, S]
 
 
 @configures("group_wgrad")
@@ -98,30 +87,32 @@ def count_tiles(spec: WeightGradsSpec) -> int:
 
 
 def launch_rows(
-    gradients: Sequence[Gradient],
-    parts: Tensor,  # float32 [pieces, 2, 64, 9, 64] to be written; with splits [., 1, ...]
-    whole: int = 0,  # blocks that a program has alone, and writes to the gradient itself
-    splits: int = 0,  # into which each other block is cut; 0: pieces may have parts of two blocks
-    accumulate: bool = False,  # add to what is whole
+    operands: GroupOperands,
+    pieces: int,
+    splits: int,  # into which each block is cut; 0: pieces may have parts of two blocks
+    whole: int = 0,  # blocks, the first, that are not: a program has one alone
 ) -> None:
-    """Those of 3x3 filters: whole blocks to the gradients, the sums of the others in parts."""
+    """Those of 3x3 filters: whole blocks to the gradients, the sums of the others in parts, which
+    another launch adds up."""
+    gradients, accumulate, outs = operands.gradients, operands.accumulate, operands.outs
+    parts = operands.parts(pieces, splits, 64, 9, 64)
     n, h, w, _ = gradients[0].x.shape
     images, width = row_wgrad.images_of_row(w), row_wgrad.piece_of_row(w)
     columns, rows = row_wgrad.pieces_of_row(w), row_wgrad.TILE.block_m // (width * images)
     groups, tiles_h = row_wgrad.tiles_of(n, h, w)
-    operands = []
+    boxes = []
     for x, dy, _ in gradients:
-        operands += [
+        boxes += [
             in_rows(x, 1, images, width, 64),
             in_rows(dy, rows, images, width, 64),
             None if columns == 1 else in_rows(x, 1, 1, 8, 64),
         ]
-    outs = [g.out if whole else None for g in gradients]
-    conv_row_group_wgrad_kernel[(whole + len(parts),)](
-        *filled(operands, 3 * MOST, None),
-        *filled(outs, MOST, outs[0]),
+    written = outs if whole else [None]
+    conv_row_group_wgrad_kernel[(whole + pieces,)](
+        *filled(boxes, 3 * MOST, None),
+        *filled(written, MOST, written[0]),
         parts,
-        *filled([g.out.stride(0) for g in gradients], MOST),
+        *filled([out.stride(0) for out in outs], MOST),
         *channels_of([g.x.shape[3] for g in gradients], [g.dy.shape[3] for g in gradients]),
         groups * tiles_h,
         tiles_h,
@@ -138,6 +129,14 @@ def launch_rows(
         num_warps=4,
         maxnreg=128,
     )
+    if pieces:
+        sum_group(parts, outs, groups * tiles_h, accumulate, whole)
 
 
-KERNEL = Kernel("group_wgrad", Tile, refuse, tiles)
+def _launch(tile: Tile, operands: GroupOperands) -> None:
+    count = programs(operands.spec, operands.gpu, tile, operands.share)
+    blocks = count_blocks(operands.spec)
+    launch_rows(operands, count, count // blocks * (count % blocks == 0))
+
+
+KERNEL = Kernel("group_wgrad", Tile, refuse, tiles, launch=_launch)

@@ -5,10 +5,7 @@ those of the last round are cut into parts, which a second launch adds up.
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
-
-from torch import Tensor
 
 from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, in_boxes
 from ...registry.cost import CACHE, Work
@@ -17,7 +14,7 @@ from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
 from ...runtime.hardware import REGISTERS, WARP, thread_registers
 from ..configs import fewest_of
-from ..wgrad_parts import LISTED, MOST, channels_of, filled
+from ..wgrad_parts import LISTED, MOST, GroupOperands, channels_of, filled, sum_group
 from .group_wgrad import refuse_group
 
 if SUPPORTED:
@@ -150,16 +147,12 @@ def _steps(spec: WeightGradsSpec, gpu: Device, tile: Points) -> float:
     return steps
 
 
-def launch(
-    gradients: Sequence[tuple[Tensor, Tensor, Tensor]],  # x, dy and out, as `Gradient`
-    parts: Tensor,  # float32 [pieces, 1 or 2, CO, 1, CI] of a tile's channels, to be written
-    tile: Points,
-    whole: int,  # blocks
-    programs: int,
-    accumulate: bool = False,
-) -> None:
-    """Whole blocks to the gradients, and parts of the others."""
-    outs = [out for *_, out in gradients]
+def _launch(tile: Points, operands: GroupOperands) -> None:
+    """Whole blocks to the gradients, and parts of the others, which another launch adds up."""
+    gradients, spec, accumulate, share = operands
+    whole, pieces, programs = cut(spec, operands.gpu, tile, share)
+    parts = operands.parts(pieces, tile.splits, tile.co, 1, tile.ci)
+    outs = operands.outs
     pixels = gradients[0][0].numel() // gradients[0][0].shape[3]
     registers = _registers(tile)
     boxes = []
@@ -177,7 +170,7 @@ def launch(
         *channels_of([x.shape[3] for x, *_ in gradients], [dy.shape[3] for _, dy, _ in gradients]),
         -(-pixels // (64 * tile.steps)),
         whole,
-        len(parts),
+        pieces,
         COUNT=len(gradients),
         PARTS=parts.shape[1],
         ADD=accumulate and whole > 0,
@@ -192,6 +185,8 @@ def launch(
         num_warps=4,
         maxnreg=thread_registers(tile.programs * WARP * warps),
     )
+    if pieces:
+        sum_group(parts, outs, pixel_tiles(spec, tile), accumulate, whole)
 
 
 def _registers(tile: Points) -> int:
@@ -230,4 +225,12 @@ def _work(spec: WeightGradsSpec, gpu: Device, tile: Points) -> Work:
     )
 
 
-KERNEL = Kernel("points_wgrad", Points, refuse, configs, work=_work, fitted_by=("area", "width"))
+KERNEL = Kernel(
+    "points_wgrad",
+    Points,
+    refuse,
+    configs,
+    launch=_launch,
+    work=_work,
+    fitted_by=("area", "width"),
+)

@@ -17,9 +17,9 @@ from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import WeightGradsSpec
 from ...runtime.device import Device
-from ..wgrad_parts import LISTED
+from ..wgrad_parts import LISTED, GroupOperands
 from . import row_wgrad
-from .group_wgrad import count_blocks, count_tiles, refuse
+from .group_wgrad import count_blocks, count_tiles, launch_rows, refuse
 
 NUMBERS = 9 * 64 * 64  # of a block
 
@@ -88,4 +88,12 @@ def _steps(spec: WeightGradsSpec, gpu: Device, config: Rounds) -> float:
     return rounds * tiles + parts * (math.ceil(tiles / splits) + row_wgrad.PART * (splits > 1))
 
 
-KERNEL = Kernel("rounds_wgrad", Rounds, partial(refuse, whole=False), configs, alike=model)
+def _launch(config: Rounds, operands: GroupOperands) -> None:
+    spec, gpu = operands.spec, operands.gpu
+    pieces = cut_blocks(spec, gpu, config) * config.splits
+    launch_rows(operands, pieces, config.splits, whole_blocks(spec, gpu, config))
+
+
+KERNEL = Kernel(
+    "rounds_wgrad", Rounds, partial(refuse, whole=False), configs, launch=_launch, alike=model
+)
