@@ -19,7 +19,7 @@ from triton_kernels.norm.inline_statistics import (
     norm_apply,
     norm_backward,
 )
-from triton_kernels.norm.tables import Statistics, norm_table
+from triton_kernels.norm.tables import NormGrads, Statistics, norm_table
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.registry.kernel import Op
 from triton_kernels.registry.spec import NormSpec
@@ -65,7 +65,7 @@ def runner(op: Op, spec: NormSpec, device: torch.device) -> Callable[[tuple], Te
                 return norm_apply(x, None, norm, spec.activation, config=config)[0]
             if op is NORM_OF_SUMS:
                 return norm_of_sums(x, None, norm, spec.activation, config=config)[0]
-            given = partials, table, spec.groups, *grad.split(c)
+            given = partials, table, spec.groups, NormGrads(*grad.split(c))
             return norm_backward(dz, x, *given, sums=RowSums(grad), out=out, config=config)[0]
 
     return run

@@ -77,24 +77,21 @@ def by_kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=Fals
     got = dict(zip(("weight", "bias", "conv_bias"), flat.split(c), strict=False))
     got["sums"] = flat[3 * c :][: halves[0].shape[-1]]
     got |= {name: torch.ones(n, 2 * c + 3, device=dz.device)[:, 3 : c + 3] for name in film}
-    options = {f"grad_{name}_out": got[name] for name in film}
-    if film:
-        options |= {"weight": weight, "bias": bias, "scale": film["scale"]}
+    into = norm_tables.NormGrads(**{name: got[name] for name in film})
+    options = {"film": (weight, bias, film["scale"])} if film else {}
     if one:
         got["emb"] = torch.ones(n, 2 * c, device=dz.device, dtype=dz.dtype)[:, c:]
-        options |= {
-            "input_partials": partials_of(halves[0], ks[0]),
-            "emb_grad_out": got["emb"],
-        }
+        into = into._replace(emb=got["emb"])
+        options["input_partials"] = partials_of(halves[0], ks[0])
     of_dz = partials_of(dz, ks[-1], xhat), table, h * w, groups
     if sums is None:
         work = torch.full((n, (2 + one) * c), torch.nan, device=dz.device)
-        coeff = norm_tables.norm_grad_table(*of_dz, None, None, rows_out=work, **options)
+        coeff = norm_tables.norm_grad_table(*of_dz, into, rows_out=work, **options)
         row_sums.bias_grad(work, flat[: work.shape[1]], accumulate)
     else:
-        options |= {"bias_grad_out": got["conv_bias"]} if one else {}
-        grads = got["weight"], got["bias"]
-        coeff = norm_tables.norm_grad_table(*of_dz, *grads, sums=sums, **options)
+        into = into._replace(weight=got["weight"], bias=got["bias"])
+        into = into._replace(input_bias=got["conv_bias"]) if one else into
+        coeff = norm_tables.norm_grad_table(*of_dz, into, sums=sums, **options)
     add1, add2, second = adds[0], None if one else adds[1], adds[-1]
     *dx, rows = norm_passes.norm_dx(
         dz, halves[0], second_half(halves), coeff, add1, add2, second, sums=sums or True

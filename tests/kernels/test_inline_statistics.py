@@ -125,16 +125,13 @@ def _backward(case, k, config=ONE, rows=True, in_place=False, kx=1, **options):
     sums = row_sums.RowSums(torch.ones(4 * c, device=dz.device))
     got = dict(zip(("weight", "bias", "conv_bias", "sums"), sums.grad.split(c), strict=True))
     got |= {name: torch.ones(n, 2 * c + 3, device=dz.device)[:, 3 : c + 3] for name in film}
-    outputs = {f"grad_{name}_out": got[name] for name in film}
+    into = norm_tables.NormGrads(got["weight"], got["bias"], **{name: got[name] for name in film})
     if film:
-        outputs |= {"weight": weight, "bias": bias, "scale": film["scale"]}
+        options["film"] = weight, bias, film["scale"]
     if kx:
         got["emb"] = torch.ones(n, 2 * c, device=dz.device, dtype=dz.dtype)[:, c:]
-        outputs |= {
-            "input_partials": partials_of(x, kx),
-            "emb_grad_out": got["emb"],
-            "bias_grad_out": got["conv_bias"],
-        }
+        into = into._replace(emb=got["emb"], input_bias=got["conv_bias"])
+        options["input_partials"] = partials_of(x, kx)
     partials = partials_of(dz, k, xhat)
     out = dz.clone() if in_place else None
     got["dx1"], added = inline_statistics.norm_backward(
@@ -143,15 +140,13 @@ def _backward(case, k, config=ONE, rows=True, in_place=False, kx=1, **options):
         partials,
         table,
         groups,
-        got["weight"],
-        got["bias"],
+        into,
         sums=sums,
         add1=adds[0],
         add1_second=adds[1],
         rows=rows,
         out=out,
         config=config,
-        **outputs,
         **options,
     )
     assert (added is not None) == rows and (out is None or got["dx1"] is out)

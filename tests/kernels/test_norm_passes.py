@@ -295,11 +295,11 @@ def test_only_the_gradients_that_are_wanted(device):
     of_dz = partials_of(dz, 2, dz), table, 12, groups
     sums = row_sums.RowSums(torch.zeros(24, device=device))
     d_bias, conv_bias = sums.grad.split(12)
-    coeff = norm_tables.norm_grad_table(*of_dz, None, d_bias, sums=sums)
+    coeff = norm_tables.norm_grad_table(*of_dz, norm_tables.NormGrads(bias=d_bias), sums=sums)
     sums.flush()
     assert_near("d_bias", d_bias, dz.double().sum((0, 1, 2)))
-    options = {"input_partials": partials_of(halves[0], 3), "bias_grad_out": conv_bias}
-    again = norm_tables.norm_grad_table(*of_dz, None, None, sums=sums, **options)
+    into, of_x = norm_tables.NormGrads(input_bias=conv_bias), partials_of(halves[0], 3)
+    again = norm_tables.norm_grad_table(*of_dz, into, sums=sums, input_partials=of_x)
     sums.flush()
     assert_near("coeff", again, coeff, floor=1e-6)
     dx, _, _ = norm_passes.norm_dx(dz, halves[0], None, coeff)

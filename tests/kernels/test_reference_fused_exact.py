@@ -9,7 +9,7 @@ m 2^-24 of xhat.
 import pytest
 import torch
 
-from triton_kernels.norm.tables import Statistics
+from triton_kernels.norm.tables import NormGrads, Statistics
 from triton_kernels.reference import fused
 from triton_kernels.tf32 import rounded_to_tf32
 
@@ -41,12 +41,12 @@ def block(fused, x1, x2, weight, bias, scale, shift, filters, dy, groups, activa
     film = {name: torch.zeros_like(scale) for name in ("scale", "shift", "emb")}
     alone = {}
     if x2 is None:
-        alone = {"input_partials": partials[0], "emb_grad_out": film["emb"]}
+        alone = {"input_partials": partials[0]}
     names = ("weight", "bias", "input_bias") if alone else ("weight", "bias")
     summands = weight.new_full((len(dy), len(names) * len(weight)), torch.nan)
     coeff = fused.norm_grad_table(
-        sums, table, pixels[0], groups, None, None, weight=weight, bias=bias, scale=scale,
-        grad_scale_out=film["scale"], grad_shift_out=film["shift"], rows_out=summands, **alone,
+        sums, table, pixels[0], groups, NormGrads(**film), film=(weight, bias, scale),
+        rows_out=summands, **alone,
     )  # fmt: skip
     total = torch.empty_like(summands[0])
     fused.bias_grad(summands, total)

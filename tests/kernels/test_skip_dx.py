@@ -9,6 +9,7 @@ from torch import Tensor
 from triton_kernels.conv import skip_dx
 from triton_kernels.conv.plain import pointer_skip_dx, tma_skip_dx
 from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
+from triton_kernels.norm.tables import NormGrads
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
 
@@ -145,7 +146,8 @@ def test_coefficients_made_in_the_kernel(name, dtype, device):
         sums = RowSums(torch.ones(3 * c, device=device))
         d_weight, d_bias, d_bias_before = sums.grad.split(c)
         *dx, rows = skip_dx.skip_backward(
-            dy, weight, dz, x1, x2, partials, table, groups, d_weight, d_bias,
+            dy, weight, dz, x1, x2, partials, table, groups,
+            NormGrads(d_weight, d_bias),
             sums=sums, add1=add1, dz2=dz2, upsample1=case.upsample1, ways=ways,
         )  # fmt: skip
         sums.add(rows, 0, d_bias_before[: case.c1])

@@ -7,7 +7,8 @@
     gather        pointers: everything else
     hopper        hand-scheduled for Hopper, among the tiles of `tma` and for the fused network
 
-`weight_grad` lists the kernels of the weight gradient, `fused` those with an epilogue.
+`weight_grad` lists the kernels of the weight gradient, `wgrad_group` those of several, `fused`
+those with an epilogue, `few` and `split` those of few images.
 
 `tma_boxes` says which boxes the copy engine fetches, `configs` what a program computes.
 """

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..norm.inline_statistics import NORM_BACKWARD, OneLaunch, TwoLaunches
-from ..norm.tables import norm_grad_table
+from ..norm.tables import NormGrads, norm_grad_table
 from ..reductions.row_sums import RowSums, row_place
 from ..registry.choose import select
 from ..registry.kernel import Op
@@ -88,8 +88,7 @@ def skip_backward(
     partials: Tensor,  # float32 [N, K, 2, C1 + C2]: of dz
     table: Tensor,  # float32 [N, 4, C1 + C2]
     num_groups: int,
-    grad_weight_out: Tensor | None,  # float32 [C1 + C2], added to by `sums`
-    grad_bias_out: Tensor | None,  # float32 [C1 + C2], likewise
+    into: NormGrads,  # of weight and bias
     *,
     sums: RowSums,
     add1: Tensor | None = None,  # [N, H, W, C1]
@@ -110,12 +109,9 @@ def skip_backward(
     if isinstance(ways, OneLaunch) and n > 0 and folds(config, dy, x1, x2, upsample1):
         work = sums.rows(n, 2 * c)
         coeff = NormSums(partials, table, num_groups, work)
-        for i, grad in enumerate((grad_weight_out, grad_bias_out)):
-            if grad is not None:
-                sums.add(work, i * c, grad)
+        into.add(work, sums, c)
     else:
-        grads = grad_weight_out, grad_bias_out
-        coeff = norm_grad_table(partials, table, h * w, num_groups, *grads, sums=sums)
+        coeff = norm_grad_table(partials, table, h * w, num_groups, into, sums=sums)
     options = {"dz2": dz2, "upsample1": upsample1, "allow_tf32": allow_tf32, "config": config}
     return skip_dx(dy, skip_weight, dz, x1, x2, coeff, add1, sums, **options)
 

@@ -30,6 +30,7 @@ from .inline_statistics_kernels import norm_dx_inline_kernel
 from .pass_grid import channel_block
 from .passes import apply, apply_upsampled, cut, launch_apply, norm_dx
 from .tables import (
+    NormGrads,
     Statistics,
     check_partials_of,
     covering_groups,
@@ -143,8 +144,7 @@ def norm_backward(
     partials: Tensor,  # float32 [N, K, 2, C]: of dz
     table: Tensor,  # float32 [N, 4, C]
     num_groups: int,
-    grad_weight_out: Tensor | None,  # float32 [C], added to by `sums`
-    grad_bias_out: Tensor | None,  # float32 [C], likewise
+    into: NormGrads,
     *,
     sums: RowSums,
     add1: Tensor | None = None,  # [N, H, W, C]
@@ -152,14 +152,8 @@ def norm_backward(
     rows: bool = True,  # whether the second result is wanted
     upsample1: bool = False,
     out: Tensor | None = None,  # as x; may be dz
-    input_partials: Tensor | None = None,  # these as `norm_grad_table` has them
-    emb_grad_out: Tensor | None = None,
-    bias_grad_out: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    scale: Tensor | None = None,
-    grad_scale_out: Tensor | None = None,
-    grad_shift_out: Tensor | None = None,
+    input_partials: Tensor | None = None,  # this and `film` as `norm_grad_table` has them
+    film: tuple[Tensor | None, ...] = (None,) * 3,
     tf32: bool = False,
     config: OneLaunch | TwoLaunches | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C] in a place of `sums`
@@ -170,12 +164,8 @@ def norm_backward(
         spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
         config = select(NORM_BACKWARD, spec, describe(dz.device)).config
     if isinstance(config, TwoLaunches):
-        coeff = norm_grad_table(
-            partials, table, h * w, num_groups, grad_weight_out, grad_bias_out,
-            input_partials=input_partials, emb_grad_out=emb_grad_out, bias_grad_out=bias_grad_out,
-            weight=weight, bias=bias, scale=scale, grad_scale_out=grad_scale_out,
-            grad_shift_out=grad_shift_out, sums=sums,
-        )  # fmt: skip
+        options = {"input_partials": input_partials, "film": film, "sums": sums}
+        coeff = norm_grad_table(partials, table, h * w, num_groups, into, **options)
         dx, _, added = norm_dx(
             dz, x, None, coeff, add1, None, add1_second, sums if rows else False,
             upsample1=upsample1, tf32=tf32, out=out,
@@ -188,7 +178,7 @@ def norm_backward(
         if t is not None:
             check_nhwc(name, t)
             check_shape(name, t, n, h, w, c)
-    sums_dx = emb_grad_out is not None or bias_grad_out is not None
+    sums_dx = into.emb is not None or into.input_bias is not None
     assert sums_dx == (input_partials is not None), "input_partials are for sums of dx"
     for part in (partials, input_partials):
         if part is not None:
@@ -200,14 +190,13 @@ def norm_backward(
     dx = x.new_empty(x.shape) if out is None else out
     work = sums.rows(n, count * c)
     added = sums.rows(n * grid.k, c) if rows else None
-    strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
+    *affine, scale = film
+    strided = (scale, into.scale, into.shift, into.emb)
     norm_dx_inline_kernel[(grid.programs,)](
-        dz, x, add1, add1_second, dx, added, partials, input_partials, table, weight, bias, scale,
+        dz, x, add1, add1_second, dx, added, partials, input_partials, table, *affine, scale,
         work, *strided[1:], *map(row_stride, strided), h * w, c, grid.k, grid.cb,
         count, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
         tf32, num_warps=config.num_warps, **overlapping(x.device),
     )  # fmt: skip
-    for i, grad in enumerate((grad_weight_out, grad_bias_out, bias_grad_out)):
-        if grad is not None:
-            sums.add(work, i * c, grad)
+    into.add(work, sums, c)
     return dx, added

@@ -25,7 +25,7 @@ from .coefficients import affine
 from .pass_grid import PassConfig, PassGrid, cut_evenly, cut_pass
 from .passes import apply, norm_dx
 from .sums import grad_partials_of, partials_of
-from .tables import norm_grad_table, norm_table
+from .tables import NormGrads, norm_grad_table, norm_table
 
 # [N, H, W, C1] and, if the norm is over a concatenation, [N, H, W, C - C1]
 Halves = tuple[Tensor, Tensor | None]
@@ -213,7 +213,7 @@ def _backward(
     sums, table = stream_sums(xs, dy, stats, params, act)
     if not dx:
         return (None, None), sums
-    coeff = norm_grad_table(sums, table, hw, stats.shape[2], None, None, centred=True)
+    coeff = norm_grad_table(sums, table, hw, stats.shape[2], NormGrads(), centred=True)
     with dependent_launches():
         dx1, dx2, _ = norm_dx(dy, *xs, coeff, table=table, activation=act)
     return (dx1, dx2), sums

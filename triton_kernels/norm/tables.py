@@ -73,6 +73,31 @@ class Statistics(NamedTuple):
             check_partials_of(part, count, n, c)
 
 
+class NormGrads(NamedTuple):
+    """Where those gradients go that follow from the sums of a norm's backward pass. RowSums add to
+    the first three; the others are written."""
+
+    weight: Tensor | None = None  # float32 [C]
+    bias: Tensor | None = None  # float32 [C]
+    # of what was added to every pixel of x, which are sums of dx: the bias of the convolution in
+    # front, and an embedding
+    input_bias: Tensor | None = None  # float32 [C]
+    emb: Tensor | None = None  # [N, C], with rows any distance apart, as are the next two
+    scale: Tensor | None = None  # [N, C]
+    shift: Tensor | None = None  # [N, C]
+
+    @property
+    def of_rows(self) -> tuple[Tensor | None, ...]:
+        """The sums over samples of the rows that a kernel leaves, in their order."""
+        return self.weight, self.bias, self.input_bias
+
+    def add(self, rows: Tensor, sums: RowSums, c: int) -> None:
+        """Have them added up later."""
+        for i, out in enumerate(self.of_rows):
+            if out is not None:
+                sums.add(rows, i * c, out)
+
+
 class _Lanes(NamedTuple):
     """How the groups of a sample are dealt to programs, and the tiles of an image to rounds."""
 
@@ -165,33 +190,22 @@ def norm_grad_table(
     table: Tensor,  # float32 [N, 4, C], of `norm_table`
     pixels: int,  # H W of dz
     num_groups: int,
-    grad_weight_out: Tensor | None,  # float32 [C]
-    grad_bias_out: Tensor | None,  # float32 [C]
+    into: NormGrads,  # those of sums of dx need `input_partials`
     *,
     input_partials: Tensor | None = None,  # float32 [N, KX, 2, C]: of x, which is one tensor
-    emb_grad_out: Tensor | None = None,  # [N, C], rows may be strided: the sum of dx over pixels
-    bias_grad_out: Tensor | None = None,  # float32 [C]: the same, summed over n too
-    weight: Tensor | None = None,  # [C], for grad_scale_out
-    bias: Tensor | None = None,  # [C], for grad_scale_out
-    scale: Tensor | None = None,  # [N, C]; the one that `norm_table` had
-    grad_scale_out: Tensor | None = None,  # [N, C], rows may be strided
-    grad_shift_out: Tensor | None = None,  # [N, C], rows may be strided
+    # weight and bias [C] and scale [N, C], as `norm_table` had them, if it had a scale or a shift
+    film: tuple[Tensor | None, ...] = (None,) * 3,
     sums: RowSums | None = None,  # adds to the three gradients float32 [C], later
     rows_out: Tensor | None = None,  # float32 [N, 2 C or 3 C]: what it would add up
     centred: bool = False,  # dx = p dz + q (x - mean) + r
 ) -> Tensor:  # float32 [N, 3, C]
     """p, q and r of every channel, with dx = p dz + q x + r, and the gradients of the parameters,
-    which without `sums` are the sums over n of `rows_out`: weight, bias and bias_grad.
-
-    `emb_grad_out` and `bias_grad_out`, which need `input_partials`, are the gradients of what was
-    added to every pixel of x: an embedding per (n, c), and the bias of the convolution before.
-    """
+    of which those float32 [C] are without `sums` the sums over n of `rows_out`."""
     _check_partials(partials, pixels)
     n, k, _, c = partials.shape
     assert table.shape == (n, 4, c) and table.is_contiguous()
-    outs = (grad_weight_out, grad_bias_out, bias_grad_out)
-    assert sums is not None or outs == (None,) * 3, "gradients are sums of rows"
-    assert input_partials is not None or emb_grad_out is bias_grad_out is None, "sums of dx"
+    assert sums is not None or into.of_rows == (None,) * 3, "gradients are sums of rows"
+    assert input_partials is not None or into.emb is into.input_bias is None, "sums of dx"
     kx = 1
     if input_partials is not None:
         kx = input_partials.shape[1]
@@ -206,14 +220,13 @@ def norm_grad_table(
         check_shape("rows_out", work, n, rows * c)
     else:
         work = table.new_empty((n, rows * c), dtype=torch.float32)
-    strided = (scale, grad_scale_out, grad_shift_out, emb_grad_out)
+    *affine, scale = film
+    strided = (scale, into.scale, into.shift, into.emb)
     shape = (pixels, c, lanes.programs, rows, centred, k, kx, lanes.cg)
     norm_grad_table_kernel[(n * lanes.programs,)](
-        partials, input_partials, table, weight, bias, scale, coeff, work, *strided[1:],
+        partials, input_partials, table, *affine, scale, coeff, work, *strided[1:],
         *map(row_stride, strided), *shape, *lanes.blocks, num_warps=lanes.num_warps,
         **overlapping(table.device),
     )  # fmt: skip
-    for i, out in enumerate(outs):
-        if out is not None:
-            sums.add(work, i * c, out)
+    into.add(work, sums, c)
     return coeff

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triton_kernels.conv.upsampled import UpsampledFilters
 from triton_kernels.norm.sums import SUM_PROGRAMS
-from triton_kernels.norm.tables import Statistics
+from triton_kernels.norm.tables import NormGrads, Statistics
 
 from ..graph import Node, many
 from ..ops import SUMS_OF_NORM
@@ -92,22 +92,17 @@ def _conv_upsampled_dx(run, node, given):
 
 
 def _gradients(run: Launcher, node: Node, given: Inputs) -> tuple[dict[str, Tensor], dict]:
-    """Where gradients go that follow from the sums: of weight, bias, scale and shift, and with the
-    partials of the input the sums of dx over pixels, `emb`; and the options that say so."""
+    """Where gradients go that follow from the sums, by their roles in `NormGrads`: in a step to
+    their places; and the options that they need."""
     into, has_film = dict(given.into), "scale" in given or "shift" in given
     if not run.is_step:
         n, _, c = given["table"].shape
         roles = (*(("scale", "shift") if has_film else ()), *(["emb"] * ("emb" in node.outputs)))
         into = {role: given["table"].new_empty(n, c) for role in roles}
-    options: dict = {}
+    options: dict = {"input_partials": given.get("input_partials")}
     if has_film:
-        table = given["table"]
-        scale = given["scale"] if "scale" in given else torch.zeros_like(table[:, 0])
-        options |= {"weight": given["weight"], "bias": given["bias"], "scale": scale}
-        options |= {f"grad_{role}_out": into[role] for role in ("scale", "shift")}
-    if "input_partials" in given:
-        options["input_partials"] = given["input_partials"]
-        options |= {"emb_grad_out": into.get("emb"), "bias_grad_out": into.get("input_bias")}
+        scale = given["scale"] if "scale" in given else torch.zeros_like(given["table"][:, 0])
+        options["film"] = given["weight"], given["bias"], scale
     return into, options
 
 
@@ -115,13 +110,13 @@ def _gradients(run: Launcher, node: Node, given: Inputs) -> tuple[dict[str, Tens
 def _norm_grad_table(run, node, given):
     a, (into, options) = node.attrs, _gradients(run, node, given)
     tensors = given["partials"], given["table"], a["pixels"], a["groups"]
+    grads = NormGrads(**into)
     if run.is_step:
-        grads = into.get("weight"), into.get("bias")
-        return {"coeff": run.kernels.norm_grad_table(*tensors, *grads, sums=run.sums, **options)}
+        return {"coeff": run.kernels.norm_grad_table(*tensors, grads, sums=run.sums, **options)}
     n, _, c = given["table"].shape
     shape = n, (3 if "input_partials" in given else 2) * c
     rows = given["table"].new_empty(shape) if run.sums is None else run.sums.rows(*shape)
-    coeff = run.kernels.norm_grad_table(*tensors, None, None, rows_out=rows, **options)
+    coeff = run.kernels.norm_grad_table(*tensors, grads, rows_out=rows, **options)
     if "rows" in node.outputs:
         return {"coeff": coeff, "rows": rows} | into
     if node.outputs.keys().isdisjoint(SUMS_OF_NORM):
@@ -151,17 +146,16 @@ def _norm_backward(run, node, given):
     options |= _added(node, given, "add1", "add1_second") | {"rows": "rows" in node.outputs}
     options |= {"out": given.get(a.get("over")), "sums": run.sums}
     tensors = (given[role] for role in ("dz", "x0", "partials", "table"))
-    grads = into.get("weight"), into.get("bias")
-    dx, rows = run.kernels.norm_backward(*tensors, a["groups"], *grads, **options)
+    dx, rows = run.kernels.norm_backward(*tensors, a["groups"], NormGrads(**into), **options)
     return {"dx1": dx, "rows": rows}
 
 
 @launches("skip_backward")
 def _skip_backward(run, node, given):
-    a, into = node.attrs, given.into
+    into = NormGrads(**given.into)
     options = _added(node, given, "add1", "dz2") | {"sums": run.sums}
     tensors = given["dy"], filters(given["weight"]), given["dz"], *images(given)
-    norm = given["partials"], given["table"], a["groups"], into.get("weight"), into.get("bias")
+    norm = given["partials"], given["table"], node.attrs["groups"], into
     return _shaped(node, run.kernels.skip_backward(*tensors, *norm, **options))
 
 

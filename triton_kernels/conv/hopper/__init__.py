@@ -16,6 +16,7 @@
     row_wgrad         3x3 weight gradients                row_wgrad_kernel
     group_wgrad,      weight gradients of up to four      group_wgrad_kernels
     rounds_wgrad      convolutions in one launch
+    points_wgrad      the same, 1x1 and linear layers     points_wgrad_kernel
     mma_wgrad         weight gradients in float32, TF32   mma_wgrad_kernel
     fp16_split_wgrad  the same, 3x3                       fp16_split_wgrad_kernel
 

@@ -93,25 +93,18 @@ def norm_grad_table(
     table,
     pixels,
     num_groups,
-    grad_weight_out,
-    grad_bias_out,
+    into,
     *,
     input_partials=None,
-    emb_grad_out=None,
-    bias_grad_out=None,
-    weight=None,
-    bias=None,
-    scale=None,
-    grad_scale_out=None,
-    grad_shift_out=None,
+    film=(None,) * 3,
     sums=None,
     rows_out=None,
 ):
     """coeff of the norm's backward, and the gradients of its weight and bias, and of scale and
-    shift [N, C] if it has them, for which it needs weight and bias. With the partials of
-    its one input it also gives `emb_grad_out` [N, C], the sum of dx over pixels, which is the
-    gradient of what was added to the input per (n, c), and `bias_grad_out` [C], its sum over n.
-    Gradients [C] are added to, and `rows_out` [N, 2 C or 3 C] is what they are sums of."""
+    shift [N, C] if it has them, for which it needs `film`: weight, bias and scale. With the
+    partials of its one input it also gives `into.emb` [N, C], the sum of dx over pixels, which is
+    the gradient of what was added to the input per (n, c), and `into.input_bias` [C], its sum over
+    n. Gradients [C] are added to, and `rows_out` [N, 2 C or 3 C] is what they are sums of."""
     d, e = partials.sum(1).unbind(1)  # [N, C]
     mean, rstd, g, _ = table.unbind(1)
     n, c = d.shape
@@ -123,18 +116,19 @@ def norm_grad_table(
 
     m1, m2 = group_mean(g * d), group_mean(g * e)
     p, q, r = rstd * g, -rstd.square() * m2, rstd.square() * m2 * mean - rstd * m1
+    weight, bias, scale = film
     gain = 1 if scale is None else 1 + scale
     rows = [gain * e, gain * d]
     if scale is not None:
-        grad_scale_out.copy_(weight * e + bias * d)
-        grad_shift_out.copy_(d)
+        into.scale.copy_(weight * e + bias * d)
+        into.shift.copy_(d)
     if input_partials is not None:
         rows.append(p * d + q * input_partials[:, :, 0].sum(1) + r * pixels)
-        if emb_grad_out is not None:
-            emb_grad_out.copy_(rows[2])
+        if into.emb is not None:
+            into.emb.copy_(rows[2])
     if rows_out is not None:
         rows_out.copy_(torch.cat(rows, dim=1))
-    for out, row in zip((grad_weight_out, grad_bias_out, bias_grad_out), rows, strict=False):
+    for out, row in zip(into.of_rows, rows, strict=False):
         if out is not None:
             put(out, row.sum(0), True)
     return torch.stack((p, q, r), dim=1)
@@ -197,8 +191,7 @@ def norm_backward(
     partials,
     table,
     num_groups,
-    grad_weight_out,
-    grad_bias_out,
+    into,
     *,
     sums,
     add1=None,
@@ -207,12 +200,12 @@ def norm_backward(
     upsample1=False,
     tf32=False,
     out=None,
-    **outputs,
+    **given,
 ):
-    """(dx, its rows or None) of `norm_dx` of one tensor, where `outputs` are those of
-    `norm_grad_table`, which makes the coefficients. The gradients are added to."""
-    pixels, grads = dz.shape[1] * dz.shape[2], (grad_weight_out, grad_bias_out)
-    coeff = norm_grad_table(partials, table, pixels, num_groups, *grads, sums=sums, **outputs)
+    """(dx, its rows or None) of `norm_dx` of one tensor, where `norm_grad_table`, which is also
+    given the rest, makes the coefficients. The gradients are added to."""
+    pixels = dz.shape[1] * dz.shape[2]
+    coeff = norm_grad_table(partials, table, pixels, num_groups, into, sums=sums, **given)
     adds = {"add1": add1, "add1_second": add1_second, "upsample1": upsample1, "out": out}
     adds["tf32"] = tf32
     dx, _, rows = norm_dx(dz, x, None, coeff, sums=sums if rows else None, **adds)

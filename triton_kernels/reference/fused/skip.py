@@ -42,8 +42,7 @@ def skip_backward(
     partials,
     table,
     num_groups,
-    grad_weight_out,
-    grad_bias_out,
+    into,
     *,
     sums,
     add1=None,
@@ -51,7 +50,7 @@ def skip_backward(
     upsample1=False,
 ):
     """`skip_dx` with the coefficients of `norm_grad_table`; the gradients are added to."""
-    pixels, grads = dy.shape[1] * dy.shape[2], (grad_weight_out, grad_bias_out)
-    coeff = norm_grad_table(partials, table, pixels, num_groups, *grads)
+    pixels = dy.shape[1] * dy.shape[2]
+    coeff = norm_grad_table(partials, table, pixels, num_groups, into)
     options = {"add1": add1, "dz2": dz2, "sums": sums, "upsample1": upsample1}
     return skip_dx(dy, skip_weight, dz, x1, x2, coeff, **options)
