@@ -3,7 +3,7 @@
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -94,6 +94,18 @@ class Accelerated(nn.Module):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Of a dict with the module's names, by which missing and unexpected ones are told."""
         return self.module.load_state_dict(*args, **kwargs)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Itself, and the module's by its names, from which parameters and buffers have theirs."""
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         for name in [name for name in state_dict if name.startswith(prefix)]:

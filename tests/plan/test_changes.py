@@ -228,6 +228,11 @@ def test_weights_have_the_modules_names(nets):
     """So that those of either are loaded into the other, also where it is a part."""
     module, fast, x = nets
     assert list(fast.state_dict()) == list(module.state_dict())
+    for named in ("named_parameters", "named_buffers"):
+        names = [name for name, _ in getattr(module, named)()]
+        assert [name for name, _ in getattr(fast, named)()] == names
+        inside = [name for name, _ in getattr(nn.ModuleDict({"net": fast}), named)()]
+        assert inside == [f"net.{name}" for name in names]
     torch.manual_seed(2)
     other = Net().double().eval()
     fast.load_state_dict(other.state_dict())
@@ -253,6 +258,24 @@ def test_a_copy_by_pickle(nets):
     torch.testing.assert_close(
         pickle.loads(pickle.dumps(accelerate(fast.module.conv)))(x), fast.conv(x)
     )
+
+
+def test_an_average_that_knows_parameters_by_name():
+    """As latent-diffusion's, which is made before parts of the model are accelerated, one of them a
+    layer with parameters of its own; then the whole is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(nn.Conv2d(3, 3, 1), nn.SiLU())).double()
+    names, x = [name for name, _ in model.named_parameters()], torch.randn(1, 3, 4, 4).double()
+    y = model(x)
+    grads = torch.autograd.grad(y.square().sum(), [*model.parameters()])
+    model[0], model[1] = accelerate(model[0]), accelerate(model[1])
+    for net in (model, accelerate(model)):
+        found = dict(net.named_parameters())
+        assert [*found] == names == [*net.state_dict()]
+        ours = net(x)
+        torch.testing.assert_close(ours, y)
+        ours = torch.autograd.grad(ours.square().sum(), [*found.values()])
+        torch.testing.assert_close(ours, grads)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -37,7 +37,7 @@ def _process(rank: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", **met, timeout=_PATIENCE)
     net = DistributedDataParallel(accelerate(small()))
     net(images()[2 * rank : 2 * rank + 2]).square().mean().backward()
-    grads = {k.removeprefix("module.module."): p.grad for k, p in net.named_parameters()}
+    grads = {k.removeprefix("module."): p.grad for k, p in net.named_parameters()}
     torch.save(grads, f"{folder}/{rank}.pt")
     # Or the group, which the module holds, would end with the GIL held, for which its threads may
     # wait: one run in five hung.

@@ -59,11 +59,24 @@ def places_of(module: nn.Module) -> dict[str, str]:
     several parts, and a part, which is here once, of several others."""
     first = {id(x): name for name, x in (*module.named_parameters(), *module.named_buffers())}
     every = (
-        (f"{name}." * bool(name) + key, x)
-        for name, part in module.named_modules()
+        (f"{place}." * bool(place) + key, x)
+        for place, part in _places_of_parts(module, "", set())
         for key, x in (part._parameters | part._buffers).items()
     )
     return {place: first[id(x)] for place, x in every if x is not None}
+
+
+def _places_of_parts(
+    module: nn.Module, place: str, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Each once, by the attributes that lead to it, which a class's own `named_modules` may not
+    say."""
+    if module not in seen:
+        seen.add(module)
+        yield place, module
+        for name, part in module._modules.items():
+            if part is not None:
+                yield from _places_of_parts(part, f"{place}." * bool(place) + name, seen)
 
 
 @contextmanager
