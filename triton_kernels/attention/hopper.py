@@ -14,12 +14,15 @@ another multiplies. What plain Triton cannot say, and what it gains:
   bias gradient are sums of what lies there.
 """
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 from torch import Tensor
 
 from ..hopper.descriptors import SUPPORTED, TensorDescriptor, in_boxes, missing
+from ..registry.kernel import Kernel, configures
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device
@@ -31,9 +34,31 @@ from .tiles import block_d
 if SUPPORTED:
     from .hopper_kernels import attention_bwd_head_kernel, attention_fwd_head_kernel
 
+
+@configures("head")
+class HeadTile(NamedTuple):
+    """Of the forward pass, which has all keys of a head in shared memory."""
+
+    keep: int  # queries of a program
+    step: int  # keys at a time
+
+
+@configures("head")
+class HeadGrad(NamedTuple):
+    """Of the backward pass, which has a whole head in shared memory."""
+
+
+# `head` runs only where it was measured to be faster
+FWD_HEAD_CONFIGS = (
+    HeadTile(64, 128),
+    HeadTile(128, 128),
+    HeadTile(256, 128),
+    HeadTile(256, 256),
+)
 _HEAD_DIMS = (16, 32, 64)
 _WORD = VECTOR // 2  # channels of which strides of TMA are multiples
 _MOST_DQ = 256 * 32  # numbers of dq in the registers of a warpgroup; two have twice as many
+_SHORT = 256  # positions; kernels for longer heads were not timed with fewer
 
 
 def _rows(t: int) -> int:
@@ -68,17 +93,33 @@ def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
     return None
 
 
+def head_tiles(spec: AttentionSpec, gpu: Device) -> list[HeadTile]:
+    """The configurations, without those far larger than T."""
+    longest = max(128, triton.next_power_of_2(spec.t))
+    return [c for c in FWD_HEAD_CONFIGS if max(c.keep, c.step) <= longest]
+
+
+def is_long(spec: AttentionSpec, gpu: Device) -> bool:
+    """Whether a head does not fit shared memory, so that costs decide among the kernels for it."""
+    return spec.t >= _SHORT and refuse(spec, gpu) is not None
+
+
+def in_waves(programs: int, at_a_time: int, start: float, steps: float) -> float:
+    """Microseconds of programs that each take `start` plus `steps`."""
+    return math.ceil(programs / at_a_time) * (start + steps)
+
+
 def fetchable(x: Tensor) -> bool:
     """Whether TMA can read x, which other kernels take with any strides and address."""
     return x.is_contiguous() and is_aligned(x)
 
 
-def forward(config: tuple[int, int], operands: FwdOperands) -> None:
-    """o and lse of qkv: a program keeps so many queries, and has so many keys at a time."""
+def _forward(config: HeadTile, operands: FwdOperands) -> None:
+    """o and lse of qkv."""
     qkv, _, _, o, lse, constants = operands
     n, t, _ = qkv.shape
     d, rows = constants["D"], _rows(t)
-    keep, step = min(config[0], rows), min(config[1], rows)
+    keep, step = min(config.keep, rows), min(config.step, rows)
     attention_fwd_head_kernel[(n * constants["num_heads"] * triton.cdiv(t, keep),)](
         described(qkv, keep, d), described(qkv, rows, d), described(o, keep, d), lse,
         **shared(constants, "D"), ROWS=rows, KEEP=keep, STEP=step, num_warps=4,
@@ -87,7 +128,7 @@ def forward(config: tuple[int, int], operands: FwdOperands) -> None:
     )  # fmt: skip
 
 
-def backward(_: tuple, operands: BwdOperands) -> Tensor | None:
+def _backward(_: HeadGrad, operands: BwdOperands) -> Tensor | None:
     """dqkv, and rows of `BwdOperands`, of all positions."""
     do, qkv, _, _, o, lse, dqkv, _, _, constants = operands
     n, t, _ = qkv.shape
@@ -120,3 +161,7 @@ def by_heads(x: Tensor, rows: int, constants: dict) -> TensorDescriptor:
     (n, t, c), d = x.shape, constants["D"]
     box = [1, rows, 1, constants["BLOCK_D"]]
     return in_boxes(x, [n, t, c // d, d], box)
+
+
+HEAD = Kernel("head", HeadTile, refuse, head_tiles, launch=_forward)
+HEAD_GRAD = Kernel("head", HeadGrad, refuse, launch=_backward)

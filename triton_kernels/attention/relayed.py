@@ -17,22 +17,39 @@ in the order of their numbers: those of the first head that is not done are ther
 more programs than fit beside others that wait (`_SHARE`).
 """
 
+import math
+from typing import NamedTuple
+
 import torch
 import triton
 from torch import Tensor
 
 from ..hopper.descriptors import SUPPORTED
+from ..registry.kernel import Kernel, configures
 from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import following, overlapping
 from ..runtime.device import Device
 from ..runtime.hardware import WARP, thread_registers
-from .hopper import by_heads, refuse_heads, shared
+from .hopper import by_heads, in_waves, is_long, refuse_heads, shared
 from .kernels import attention_bwd_delta_kernel
 from .operands import BwdOperands
+from .tiles import block_d
 
 if SUPPORTED:
     from .relayed_kernels import attention_bwd_relayed_kernel
 
+
+@configures("relayed")
+class RelayedTile(NamedTuple):
+    """What comes by."""
+
+    step: int  # queries at a time
+    slots: int  # blocks of queries in shared memory
+
+
+# These run where they were measured to be faster; for heads that do not fit shared memory, also
+# where their costs say so
+RELAYED_CONFIGS = (RelayedTile(64, 4), RelayedTile(32, 4))
 DIMS = (32, 64, 128)  # channels of tiles, which heads fill or are padded to
 KEEP = 128  # keys of a program: two warpgroups of 64
 _SHARE = 4  # one multiprocessor in so many has a program of the same head, at most
@@ -53,23 +70,40 @@ def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
     return None
 
 
-def backward(config: tuple[int, int], operands: BwdOperands) -> Tensor | None:
-    """dqkv, and rows of `BwdOperands`, of blocks of `KEEP` positions: so many queries at a time, so
-    many blocks of them in shared memory."""
+def relayed_tiles(spec: AttentionSpec, gpu: Device) -> list[RelayedTile]:
+    """With 128 channels dk and dv take half of a thread's registers, so a step has fewer
+    queries."""
+    return [c for c in RELAYED_CONFIGS if c.step == (32 if block_d(spec.d) > 64 else 64)]
+
+
+def relayed_cost(spec: AttentionSpec, gpu: Device, config: RelayedTile) -> float:
+    """Microseconds, fitted like `streamed.kept_cost`, with the kernel before it, which reads o and
+    do."""
+    d = block_d(spec.d)
+    step = (0.58 + 0.015 * d) * config.step / 64  # of 128 keys
+    parts = math.ceil(spec.t / KEEP)
+    front = 4 * spec.n * spec.t * spec.d / 2.7e6
+    start, steps = 1.2 + 0.095 * d, parts * KEEP // config.step
+    us = front + in_waves(spec.n * parts, gpu.num_sms, start, steps * step)
+    return us if is_long(spec, gpu) else math.inf
+
+
+def _backward(config: RelayedTile, operands: BwdOperands) -> Tensor | None:
+    """dqkv, and rows of `BwdOperands`, of blocks of `KEEP` positions."""
     (step, slots), (do, qkv, _, _, o, lse, dqkv, _, _, constants) = config, operands
     n, t, _ = qkv.shape
     rows = operands.rows(KEEP)
-    heads, block_d = constants["num_heads"], constants["BLOCK_D"]
+    heads, width = constants["num_heads"], constants["BLOCK_D"]
     parts = triton.cdiv(t, KEEP)
     delta, dq, flags = (
         qkv.new_empty((n, heads, *shape), dtype=torch.float32)
-        for shape in ((t,), (parts * KEEP, block_d), (parts * KEEP // step,))
+        for shape in ((t,), (parts * KEEP, width), (parts * KEEP // step,))
     )
     flags = flags.view(torch.int32)
     grid = (n * heads * parts,)
     attention_bwd_delta_kernel[grid](
         do, o, delta, flags, heads,
-        T=t, D=constants["D"], BLOCK_D=block_d, ROWS=KEEP, FLAGS=KEEP // step, num_warps=4,
+        T=t, D=constants["D"], BLOCK_D=width, ROWS=KEEP, FLAGS=KEEP // step, num_warps=4,
         **overlapping(qkv.device),
     )  # fmt: skip
     attention_bwd_relayed_kernel[grid](
@@ -81,3 +115,6 @@ def backward(config: tuple[int, int], operands: BwdOperands) -> Tensor | None:
         num_warps=KEEP // 16, maxnreg=thread_registers(12 * WARP), **following(qkv.device),
     )  # fmt: skip
     return rows
+
+
+RELAYED = Kernel("relayed", RelayedTile, refuse, relayed_tiles, relayed_cost, launch=_backward)

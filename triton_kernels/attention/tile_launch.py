@@ -1,16 +1,36 @@
 """Launches of the kernels in plain Triton, of attention and of cross-attention."""
 
+import math
+
 import torch
 import triton
 from torch import Tensor
 
+from ..registry.cost import AMPERE
+from ..registry.kernel import Kernel
+from ..registry.spec import AttentionSpec
 from ..runtime.dependent_launch import overlapping
+from ..runtime.device import Device
+from . import relayed
+from .hopper import is_long
 from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .operands import BwdOperands, FwdOperands
-from .tiles import BwdConfig, Tile
+from .tiles import BwdConfig, Tile, block_d, bwd_config, bwd_tiles, fwd_tiles, refuse, work
 
 
-def forward(config: Tile, operands: FwdOperands) -> None:
+def tiles_grad_cost(spec: AttentionSpec, gpu: Device, config: BwdConfig) -> float:
+    """Microseconds of the default tile where `relayed` can run; elsewhere no other kernel is
+    compared with it. Several of its small programs fit a multiprocessor, so waves are not
+    counted."""
+    if relayed.refuse(spec, gpu) is not None or config != bwd_config(spec):
+        return math.inf
+    blocks, d = math.ceil(spec.t / 64), block_d(spec.d)
+    program = 0.06 * d - 0.3 + blocks * (0.32 + 0.0125 * d)  # us of both kernels
+    us = max(1.0, spec.n * blocks / gpu.num_sms) * program
+    return us if is_long(spec, gpu) else math.inf
+
+
+def _forward(config: Tile, operands: FwdOperands) -> None:
     """o and lse."""
     *tensors, constants = operands
     n, heads, t = operands.lse.shape
@@ -21,7 +41,7 @@ def forward(config: Tile, operands: FwdOperands) -> None:
     )  # fmt: skip
 
 
-def backward(config: BwdConfig, operands: BwdOperands) -> Tensor | None:
+def _backward(config: BwdConfig, operands: BwdOperands) -> Tensor | None:
     """The gradients, in one launch or in two; and rows of `BwdOperands`."""
     one_pass, keep, step, num_warps, num_stages = config
     *read, dq, dkv, _, constants = operands
@@ -50,3 +70,17 @@ def backward(config: BwdConfig, operands: BwdOperands) -> Tensor | None:
         *read, delta, dq, dkv, **shared, BLOCK_M=step, BLOCK_N=keep, ONE_PASS=one_pass
     )
     return rows
+
+
+TILES = Kernel("tiles", Tile, refuse, fwd_tiles, launch=_forward, work=work, borrows=AMPERE)
+TILES_GRAD = Kernel(
+    "tiles",
+    BwdConfig,
+    refuse,
+    bwd_tiles,
+    tiles_grad_cost,
+    launch=_backward,
+    work=work,
+    fitted_by=("one_pass",),
+    borrows=AMPERE,
+)
