@@ -3,9 +3,12 @@
 import pytest
 import torch
 
-from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
-from triton_kernels.conv.plain import fused_tiles as conv_tiles, tma_wgrad as conv_tma_wgrad
+from triton_kernels.conv.plain import (
+    fused_launch,
+    fused_tiles as conv_tiles,
+    tma_wgrad as conv_tma_wgrad,
+)
 
 from .conv_cases import MODEL
 from .conv_fused_cases import (
@@ -30,7 +33,7 @@ from .conv_fused_cases import (
 from .distinct import distinct
 from .masks import dropped
 
-ALL_CONFIGS = (conv_fused._FWD_CONFIGS, conv_fused._DGRAD_CONFIGS, conv_tma_wgrad.WGRAD_CONFIGS)
+ALL_CONFIGS = (fused_launch.FWD_CONFIGS, fused_launch.DGRAD_CONFIGS, conv_tma_wgrad.WGRAD_CONFIGS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -70,7 +73,7 @@ def test_extra_pointwise_convolutions(count, dtype, device):
 def test_sums_that_a_number_multiplies(name, dtype, device):
     check_forward(SMALL[name], dtype, device, factor=-(0.5**0.5))
     check_extra(SMALL[name], 72, 24, dtype, device, factor=3)
-    rows = next(c for c in conv_fused._FWD_CONFIGS if c.rows > 1)
+    rows = next(c for c in fused_launch.FWD_CONFIGS if c.rows > 1)
     check_forward(Shape(3, 8, 16, 72, 136), dtype, device, rows, factor=0.1)
 
 
@@ -81,7 +84,7 @@ def test_statistics_do_not_cancel(device):
     check_stats(*conv_forward(x, weight, bias + 1000, stats=True))
 
 
-@pytest.mark.parametrize("config", distinct(conv_fused._FWD_CONFIGS), ids=str)
+@pytest.mark.parametrize("config", distinct(fused_launch.FWD_CONFIGS), ids=str)
 def test_every_forward_config(config, device):
     check_forward(Shape(3, 8, 16, 72, 136), torch.float16, device, config)
     if config.rows == 1:
@@ -119,7 +122,7 @@ def test_input_grad_of_two_inputs_in_one_tile_of_channels(c1, dtype, device):
     check_grad(Shape(2, 3, 5, c1 + 48, 16), c1, dtype, device)
 
 
-@pytest.mark.parametrize("config", distinct(conv_fused._DGRAD_CONFIGS), ids=str)
+@pytest.mark.parametrize("config", distinct(fused_launch.DGRAD_CONFIGS), ids=str)
 def test_every_input_grad_config(config, device):
     check_grad(Shape(3, 8, 16, 136, 72), None, torch.float16, device, config=config)
     if config.rows == 1:
@@ -130,7 +133,7 @@ def test_every_input_grad_config(config, device):
             break
 
 
-@pytest.mark.parametrize("config", [None, *conv_fused._DGRAD_CONFIGS[4::3]], ids=str)
+@pytest.mark.parametrize("config", [None, *fused_launch.DGRAD_CONFIGS[4::3]], ids=str)
 def test_input_grad_behind_dropout(config, device):
     """Tiles of one, of a half and of several images, and of several rows."""
     check_grad(
@@ -266,12 +269,12 @@ def _serving(shape: Shape, dtype) -> list[list]:
     serves = conv_tiles.serves
     return [
         [c for c in configs if serves(c, dtype.itemsize, 3, shape[:3], even=True, grad=grad)]
-        for configs, grad in ((conv_fused._FWD_CONFIGS, False), (conv_fused._DGRAD_CONFIGS, True))
+        for configs, grad in ((fused_launch.FWD_CONFIGS, False), (fused_launch.DGRAD_CONFIGS, True))
     ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("index", range(len(conv_fused._FWD_CONFIGS)))
+@pytest.mark.parametrize("index", range(len(fused_launch.FWD_CONFIGS)))
 @pytest.mark.parametrize("name", RAGGED_RACES)
 def test_every_ragged_config_repeatedly(name, index, device):
     shape, results = RAGGED_RACES[name], []

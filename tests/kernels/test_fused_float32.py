@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from triton_kernels import fused_ops
-from triton_kernels.conv import fused as conv_fused
+from triton_kernels.conv.plain import fused_launch
 from triton_kernels.fused_float32 import PRODUCTS, in_float32
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
@@ -245,14 +245,14 @@ LARGE = RACES | RAGGED_RACES | {"16x16, 1x1": Shape(32, 16, 16, 192, 576, 1)}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("index", range(len(conv_fused._SPLIT_CONFIGS)))
+@pytest.mark.parametrize("index", range(len(fused_launch.SPLIT_CONFIGS)))
 @pytest.mark.parametrize("name", LARGE)
 def test_every_config_repeatedly(name, index, chip, device):
     """A race shows as a wrong result, or one that changes."""
     if chip == "no tma" and index > 0:
         pytest.skip("the same again")
     shape = LARGE[name]
-    configs = conv_fused._SPLITTING_CONFIGS if shape.kernel == 1 else conv_fused._SPLIT_CONFIGS
+    configs = fused_launch.SPLITTING_CONFIGS if shape.kernel == 1 else fused_launch.SPLIT_CONFIGS
     config = configs[index % len(configs)] if chip == "tma" else None
     results = []
     for _ in range(4):

@@ -20,7 +20,6 @@ Products of float32 are in TF32, or with `allow_tf32=False` in float32: three of
 TMA fetches (`conv.plain.tf32x3`), else FMAs.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,79 +28,23 @@ from torch import Tensor
 from ..activations import check_activation
 from ..noise.dropout import Mask
 from ..registry.choose import select
-from ..registry.kernel import Kernel, Op
-from ..registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec, dtype_name, precision_of
-from ..runtime.device import Device, describe
+from ..registry.kernel import Op
+from ..registry.spec import ConvSpec, dtype_name, precision_of
+from ..runtime.device import describe
 from ..runtime.layout import is_aligned
 from .conv2d import conv2d_input_grad
 from .fused_spec import Terms, forward_spec
 from .hopper import linear_mma, narrow, row_mma, tile_mma
 from .hopper.operands import Operands
-from .plain import fused_launch, fused_tiles, pointer
+from .plain import fused_launch, pointer
 from .plain.fused_tiles import box_of, piece_of, summed_box
-from .plain.tma import Config
 from .plain.tma_boxes import boxes_of_image
-
-_FWD_CONFIGS = [
-    Config(64, 64, 64, 4, 4),
-    Config(64, 128, 64, 4, 3),
-    Config(64, 256, 64, 4, 4),
-    Config(128, 128, 64, 4, 3),
-    Config(128, 256, 64, 8, 3),
-    Config(64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
-    Config(128, 128, 32, 4, 4),
-    Config(64, 64, 32, 4, 3, 4),  # few output channels in large images
-    Config(64, 128, 32, 4, 2, 2),
-    Config(64, 128, 64, 4, 4),
-    Config(64, 256, 64, 8, 3),
-    Config(128, 128, 64, 8, 3),
-    Config(64, 128, 64, 4, 6),  # few tiles, which wait for their loads
-]
-_DGRAD_CONFIGS = [
-    Config(64, 64, 64, 4, 4),
-    Config(64, 128, 64, 4, 3),
-    Config(64, 256, 64, 4, 4),
-    Config(128, 128, 64, 4, 3),
-    Config(128, 128, 64, 8, 3),
-    Config(128, 256, 64, 8, 3),
-    Config(64, 64, 32, 4, 4),
-    Config(64, 128, 32, 4, 4),
-    Config(64, 128, 32, 4, 2, 2),  # few output channels in large images
-    Config(64, 128, 64, 4, 4),
-    Config(64, 128, 64, 8, 3),
-    Config(64, 256, 64, 8, 3),
-]
-# Of float32 that is not rounded to TF32, as those of `conv.plain.tf32x3`: of numbers that have been
-# split, and of 1x1 filters, where they are in registers
-_SPLIT_CONFIGS = [Config(64, 128, 32, 4, 2), Config(64, 64, 32, 4, 3), Config(64, 64, 32, 4, 2)]
-_SPLITTING_CONFIGS = [Config(64, 64, 32, 4, 4)]
-
-
-def _tma(configs: list[Config], launch: Callable[..., None], adds: tuple[str, ...]) -> Kernel:
-    """The kernel that TMA fetches for, of one pass."""
-
-    def fitting(spec: ConvSpec, gpu: Device) -> list[Config]:
-        exact = _SPLIT_CONFIGS if spec.taps > 1 else _SPLITTING_CONFIGS
-        return fused_tiles.fitting(exact if spec.precision == "ieee" else configs, spec, gpu)
-
-    return Kernel(
-        "tma",
-        Config,
-        fused_tiles.refuse,
-        fitting,
-        fused_tiles.cost,
-        launch,
-        fused_tiles.work,
-        ("num_warps", "rows", "pointwise"),
-        adds=adds,
-    )
-
 
 FORWARD = Op(
     "conv_forward",
     key=("h", "w", "k", "c", "r", "s", "dtype", "residual", "extras", "stats"),
     kernels=(
-        _tma(_FWD_CONFIGS, fused_launch.forward, FORWARD_TERMS),
+        fused_launch.FORWARD,
         pointer.FORWARD,
         row_mma.STATIONARY,
         tile_mma.KERNEL,
@@ -113,7 +56,7 @@ INPUT_GRAD = Op(
     "conv_input_grad",
     key=("h", "w", "k", "c", "first", "r", "s", "dtype", "activation"),
     kernels=(
-        _tma(_DGRAD_CONFIGS, fused_launch.input_grad, GRAD_TERMS),
+        fused_launch.INPUT_GRAD,
         pointer.INPUT_GRAD,
         row_mma.STATIONARY,
         tile_mma.KERNEL,

@@ -1,4 +1,4 @@
-"""Launches of the fused convolutions that TMA fetches: forward and input gradient."""
+"""The fused convolutions that TMA fetches, forward and input gradient: tiles and launches."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,14 +8,52 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...activations import rounded_grad
 from ...noise.dropout import mask_arguments
+from ...registry.kernel import Kernel
+from ...registry.spec import FORWARD_TERMS, GRAD_TERMS, ConvSpec
 from ...runtime.dependent_launch import overlapping
+from ...runtime.device import Device
 from ..hopper.operands import Operands
+from . import fused_tiles
 from .fused_kernels import conv_forward_kernel, conv_input_grad_kernel
 from .fused_tiles import box_of, piece_of, programs
 from .tf32x3 import is_split_before
 from .tma import Config, worth_transposing
 from .tma_boxes import in_boxes, is_ragged, tile_sizes, weight_in_boxes
 from .transpose_weights import split, transpose_weights
+
+FWD_CONFIGS = [
+    Config(64, 64, 64, 4, 4),
+    Config(64, 128, 64, 4, 3),
+    Config(64, 256, 64, 4, 4),
+    Config(128, 128, 64, 4, 3),
+    Config(128, 256, 64, 8, 3),
+    Config(64, 64, 32, 4, 4),  # few input channels, and TF32: a row of a box is at most 128 bytes
+    Config(128, 128, 32, 4, 4),
+    Config(64, 64, 32, 4, 3, 4),  # few output channels in large images
+    Config(64, 128, 32, 4, 2, 2),
+    Config(64, 128, 64, 4, 4),
+    Config(64, 256, 64, 8, 3),
+    Config(128, 128, 64, 8, 3),
+    Config(64, 128, 64, 4, 6),  # few tiles, which wait for their loads
+]
+DGRAD_CONFIGS = [
+    Config(64, 64, 64, 4, 4),
+    Config(64, 128, 64, 4, 3),
+    Config(64, 256, 64, 4, 4),
+    Config(128, 128, 64, 4, 3),
+    Config(128, 128, 64, 8, 3),
+    Config(128, 256, 64, 8, 3),
+    Config(64, 64, 32, 4, 4),
+    Config(64, 128, 32, 4, 4),
+    Config(64, 128, 32, 4, 2, 2),  # few output channels in large images
+    Config(64, 128, 64, 4, 4),
+    Config(64, 128, 64, 8, 3),
+    Config(64, 256, 64, 8, 3),
+]
+# Of float32 that is not rounded to TF32, as those of `conv.plain.tf32x3`: of numbers that have been
+# split, and of 1x1 filters, where they are in registers
+SPLIT_CONFIGS = [Config(64, 128, 32, 4, 2), Config(64, 64, 32, 4, 3), Config(64, 64, 32, 4, 2)]
+SPLITTING_CONFIGS = [Config(64, 64, 32, 4, 4)]
 
 
 def forward(config: Config, operands: Operands) -> None:
@@ -100,3 +138,27 @@ def _of_each(
 ) -> list[TensorDescriptor | None]:
     """The boxes of two parts, of which the second may be absent."""
     return [None if part is None else describe(part, *options) for part in parts]
+
+
+def _tma(configs: list[Config], launch: Callable[..., None], adds: tuple[str, ...]) -> Kernel:
+    """The kernel that TMA fetches for, of one pass."""
+
+    def fitting(spec: ConvSpec, gpu: Device) -> list[Config]:
+        exact = SPLIT_CONFIGS if spec.taps > 1 else SPLITTING_CONFIGS
+        return fused_tiles.fitting(exact if spec.precision == "ieee" else configs, spec, gpu)
+
+    return Kernel(
+        "tma",
+        Config,
+        fused_tiles.refuse,
+        fitting,
+        fused_tiles.cost,
+        launch,
+        fused_tiles.work,
+        ("num_warps", "rows", "pointwise"),
+        adds=adds,
+    )
+
+
+FORWARD = _tma(FWD_CONFIGS, forward, FORWARD_TERMS)
+INPUT_GRAD = _tma(DGRAD_CONFIGS, input_grad, GRAD_TERMS)
