@@ -180,7 +180,15 @@ class Accelerated(nn.Module):
 
     def _found(self, key: tuple) -> Plan | None:
         """The plan of a call like this, if the module is what it was then."""
-        return next((p for p in self._plans.get(key, ()) if p.traced.reads.hold()), None)
+        states = self._states.by_name
+        return next(
+            (
+                p
+                for p in self._plans.get(key, ())
+                if p.traced.reads.hold() and p.traced.buffers.hold(states)
+            ),
+            None,
+        )
 
     def _with_tensors(self, key: tuple, call: tuple, as_tensors: tuple) -> Plan | None:
         """The plan of a call with tensors in the place of its numbers, if there is one, and it is

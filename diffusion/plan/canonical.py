@@ -9,8 +9,10 @@
 - The scale of attention is the usual one where a norm over channels that makes its queries can have
   what it differs by.
 - Casts around a norm are removed, since its statistics are in float32 anyway.
-- A vector of channels that is added to a product is its bias. Biases are added in float32 before a
-  result is rounded.
+- A vector of channels that is added to a product is its bias, also if it is wider than the product
+  and the sum is rounded back, as `y.add_(bias)` does under autocast. Biases are added in float32
+  before a result is rounded, and neither they nor the weights of norms are rounded themselves.
+- Channels that are picked for queries, keys and values become filters (`picked_channels`).
 - Zeros around an image become the convolution's padding.
 """
 
@@ -20,13 +22,14 @@ from .factors import fold_factors
 from .graph import Graph, Makers, Node, Value
 from .launch.table import launch_reference
 from .norms_by_hand import find_norms
+from .picked_channels import pick_filters
 from .products_by_hand import find_activations, find_gates
 
 
 def canonicalise(graph: Graph) -> None:
     """Apply all of them, in place."""
     first = _constants, once, _casts, _biases, find_norms, find_activations, find_gates
-    for rewrite in (*first, _norms, fold_factors, _scales, _padding):
+    for rewrite in (*first, _norms, fold_factors, _scales, pick_filters, _padding):
         rewrite(graph)
         graph.prune()
     graph.sort()
@@ -101,27 +104,41 @@ def _biases(graph: Graph) -> None:
     for node in [node for node in graph.nodes if node.op == "add"]:
         _absorb_bias(graph, node, makers, consumers)
     for node in graph.nodes:
-        before = makers.of(node.inputs.get("bias"), "cast")
-        if node.op in ("conv", "linear") and before is not None:
-            node.inputs["bias"] = before.inputs["x"]
+        if node.op in _WITH_ROWS:
+            for role in {"weight", "bias"}.intersection(node.inputs, _WITH_ROWS[node.op]):
+                exact = makers.behind(node.inputs[role], "cast")
+                if node.op in _PRODUCTS or exact.dtype == node.inputs[role].dtype:
+                    node.inputs[role] = exact
+
+
+_PRODUCTS = ("conv", "linear")
+_NORMS = ("group_norm", "channel_norm")
+# by op, which of its inputs are rows of channels, which no kernel needs rounded
+_WITH_ROWS = dict.fromkeys(_PRODUCTS, ("bias",)) | dict.fromkeys(_NORMS, ("weight", "bias"))
 
 
 def _absorb_bias(
     graph: Graph, total: Node, makers: Makers, consumers: dict[Value, list[Node | None]]
 ) -> None:
-    y, row = total.inputs["a"], total.inputs["b"]
-    product = makers.of(y, "conv", "linear")
+    y, row, last = total.inputs["a"], total.inputs["b"], total
+    if (cast := makers.of(y, "cast")) is not None and cast.widens and consumers[y] == [total]:
+        y, (last, *others) = cast.inputs["x"], consumers[total.out]  # which rounds the sum
+        if others or last is None or last.op != "cast":
+            return
+    else:
+        cast = total
+    product = makers.of(y, *_PRODUCTS)
     if product is None or "bias" in product.inputs:
         return
     c = y.shape[-1]
-    if row.shape != (*(1 for _ in y.shape[:-1]), c) or total.out.dtype != y.dtype:
+    if row.shape != (*(1 for _ in y.shape[:-1]), c) or last.out.dtype != y.dtype:
         return
-    if consumers[y] == [total] and row is not y:
+    if consumers[y] == [cast] and row is not y:
         product.inputs["bias"] = _flat(graph, row, (c,), total)
         graph.nodes.remove(product)
-        graph.nodes[graph.nodes.index(total)] = product  # behind what it now reads
-        product.outputs = {"y": total.out}
-        makers[total.out] = product
+        graph.nodes[graph.nodes.index(last)] = product  # behind what it now reads
+        product.outputs = {"y": last.out}
+        makers[last.out] = product
 
 
 def _norms(graph: Graph) -> None:

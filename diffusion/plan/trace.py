@@ -20,6 +20,7 @@ from triton_kernels import reference
 from ..models.layers import Layer
 from .canonical import canonicalise
 from .graph import Graph, PlanError
+from .known_buffers import KnownBuffers
 from .lower import attention_by_hand, by_pytorch, layers, shapes  # noqa: F401  they fill the table
 from .lower.arithmetic import draw, function, is_function
 from .lower.shapes import detached
@@ -42,6 +43,7 @@ class Traced:
     results: list[int | Any]  # of each leaf of the result: the graph's output, or what it is
     output_spec: pytree.TreeSpec
     reads: Reads  # what the module read of itself
+    buffers: KnownBuffers  # of which the graph has the numbers
     # parameters and buffers; the graph's last outputs are what they are behind the call
     written: list[str]
 
@@ -77,7 +79,8 @@ def trace(
         recording = record(module, args, kwargs or {}, forward)
         again = partial(record, module, args, kwargs or {}, forward)
         refuse_kept(recording, dict(names), again)
-    traced = _Tracer(recording).run(Reads(names))
+    buffers = {k: x for k, x in module.named_buffers() if k not in recording.written}
+    traced = _Tracer(recording, KnownBuffers(buffers)).run(Reads(names))
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     traced.graph.trainable &= trained
     return traced
@@ -144,9 +147,9 @@ def _dropout(x: Tensor, p: float, rng: Tensor, *, layer: int, first: int = 0) ->
 class _Tracer:
     """One walk over what was recorded."""
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording, self.graph = recording, Graph()
-        self.low = Lowering(self.graph, recording.differentiable)
+    def __init__(self, recording: Recording, buffers: KnownBuffers) -> None:
+        self.recording, self.graph, self.buffers = recording, Graph(), buffers
+        self.low = Lowering(self.graph, recording.differentiable, buffers)
         self.made: dict[int, View] = {}  # by the tensors' ids
         # of these, what is made under `no_grad`: it is detached where something else reads it, and
         # has the nodes that it would have with gradients
@@ -176,7 +179,7 @@ class _Tracer:
         outputs += [self.low.gather(detached(self.low, self.made[id(x)])) for x in written.values()]
         self.graph.outputs, self.graph.source = outputs, ""
         canonicalise(self.graph)
-        return Traced(self.graph, given, results, spec, reads, list(written))
+        return Traced(self.graph, given, results, spec, reads, self.buffers, list(written))
 
     def _begin(self) -> list[int]:
         """What the graph starts from; which of the call's leaves are inputs."""

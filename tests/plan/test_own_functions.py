@@ -8,7 +8,9 @@ from torch import nn
 from torch.autograd import Function
 
 from diffusion import accelerate
+from diffusion.plan.build import plan
 from diffusion.plan.graph import PlanError
+from diffusion.plan.trace import trace
 from tests.plan.compare import compare
 
 
@@ -260,6 +262,75 @@ def test_the_forward_of_a_function_alone_is_under_autocast(casts):
     for run in (net, accelerate(net)):
         with torch.autocast("cpu", torch.bfloat16, enabled=casts):
             y = run(x)
-        grads.append((y, *torch.autograd.grad(y.float().sum(), [net.gain])))
+        grads.append((y, *torch.autograd.grad(y.float().sum(), [net.conv.bias, net.gain])))
     for a, b in zip(*grads, strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
+
+
+class Third(Function):
+    """The gradient that autograd would find, but for `factor`, from which nothing tells it."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0].cos() * ctx.factor, None
+
+
+class Limited(Third):
+    """Which limits gradients that are large."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy.clamp(-10, 10) * ctx.saved_tensors[0].cos(), None
+
+
+@pytest.mark.parametrize(
+    ("function", "whole"),
+    [
+        (lambda y, gain: Third.apply(y, 1.0) * gain, False),
+        (lambda y, gain: Third.apply(y, 1.1) * gain, True),
+        (lambda y, gain: Limited.apply(y, 1.0) * gain, True),
+        (lambda y, gain: Rounded.apply(y) * gain, True),
+    ],
+)
+def test_what_has_the_gradient_of_its_forward_is_what_it_calls(function, whole):
+    graph = trace(Net(function), (torch.randn(2, 3, 6, 6),)).graph
+    own = [n for n in graph.nodes if "OwnFunction" in str(n.attrs.get("target", ""))]
+    assert bool(own) == whole
+
+
+class Attended(nn.Module):
+    """As a block of EDM: q, k and v are every third channel of each head."""
+
+    def __init__(self, heads):
+        super().__init__()
+        self.qkv, self.proj, self.heads = nn.Conv2d(8, 24, 1), nn.Conv2d(8, 8, 1), heads
+
+    def forward(self, x):
+        n, c, h, w = x.shape
+        qkv = self.qkv(x).reshape(n * self.heads, c // self.heads, 3, -1)
+        q, k, v = qkv.unbind(2)
+        p = Softmax.apply(q, k, (c // self.heads) ** -0.5)
+        a = torch.einsum("nqk,nck->ncq", p, v)
+        return self.proj(a.reshape(x.shape)) + x
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_attention_of_such_a_function_is_one_op_of_one_product(heads):
+    torch.manual_seed(0)
+    module, x = Attended(heads).double(), torch.randn(2, 8, 4, 4, dtype=torch.float64)
+    compared = compare(module, (x,))
+    assert compared.error() < 1e-9 and compared.gradient_error() < 1e-9
+    planned = plan(module, (x,), trains=True).graph
+    assert planned.count()["attention"] == 1
+    (attention,) = (n for n in planned.nodes if n.op == "attention")
+    assert "qkv" in attention.inputs
+    makers, copied = planned.producers(), [n for n in planned.nodes if n.op == "layout"]
+    for node in copied:  # of filters and biases, but for the argument and the result
+        value = makers.behind(node.inputs["x"], "reshape", "layout")
+        assert value in planned.parameters.values() or node.out.numel == x.numel()

@@ -103,6 +103,7 @@ def _attention(low: Lowering, p: View, v: View, ahead: bool) -> View | None:
     if not scores.q.shape[:-2] == scores.k.shape[:-2] or math.prod(scores.q.shape[:-2]) != count:
         return None
     parts = [_narrow(low, x, makers) for x in (scores.q, scores.k, v)]
+    *parts[:2], scale = _scaled(*parts[:2], scores.scale, makers)
     dtype = low.meta.dtype
     exact = all(x.value.dtype == dtype for x in parts[:2]) or scores.dtype == dtype
     if parts[1].shape[-1] != parts[2].shape[-1] or not exact:
@@ -111,7 +112,7 @@ def _attention(low: Lowering, p: View, v: View, ahead: bool) -> View | None:
     if parts is None:
         return None
     parts = [source(x, makers) for x in parts]
-    y = attention(low, *parts, scale=scores.scale)
+    y = attention(low, *parts, scale=scale)
     y = y.reshape((*p.shape[:-2], t, v.shape[-1]))
     if y is None:
         return None
@@ -183,10 +184,14 @@ def _less_largest(node: Node, behind: int, makers: Makers) -> bool:
 
 
 def _narrow(low: Lowering, x: View, makers: Makers) -> View:
-    """Without a cast from the dtype of the result, which loses nothing."""
-    cast = makers.of(x.value, "cast")
-    narrow = cast is not None and cast.inputs["x"].dtype == low.meta.dtype
-    return View(cast.inputs["x"], x.dims, x.offset) if narrow else x
+    """Without casts from the dtype of the result, there and back, which lose nothing."""
+    value, dtype, found = x.value, low.meta.dtype, x.value
+    while (cast := makers.of(value, "cast")) is not None:
+        value = cast.inputs["x"]
+        if torch.promote_types(value.dtype, dtype) != value.dtype:
+            break  # it was rounded on the way
+        found = value if value.dtype == dtype else found
+    return View(found, x.dims, x.offset)
 
 
 def _by_heads(parts: list[View]) -> list[View] | None:

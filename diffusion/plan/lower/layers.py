@@ -48,9 +48,8 @@ def _resampled(low, x, weight, bias, stride, padding, dilation, transposed, more
     plain = set((*_pair(padding, False, 0), *_pair(more, False, 0))) == {0} and bias is None
     if not (alone and plain and _pair(stride, False, 1) == window and set(dilation) == {1}):
         return None
-    filters = source(weight, low.graph.producers()).value
-    numbers = set(low.graph.constants.get(filters, torch.empty(0)).flatten().tolist())
-    if len(numbers) != 1:
+    filters = low.buffers.numbers(low.graph, source(weight, low.graph.producers()).value)
+    if filters is None or len(numbers := set(filters.flatten().tolist())) != 1:
         return None
     (number,), (n, c, p, q) = numbers, low.meta.shape
     value = low.cast(low.gather(x.permute((0, 2, 3, 1))), low.meta.dtype)
@@ -222,7 +221,7 @@ def attention(low, q, k, v, mask=None, *, scale=None, is_causal=False, enable_gq
         inputs = {"qkv": value}
         attrs["order"] = order
     else:
-        value = _with_positions(low, low.views.rows(_joined(q)))
+        value = _with_positions(low, _rows(low, _joined(q)))
         inputs = {"q": value, **_keys_and_values(low, value, k, v)}
     shape = (*value.shape[:-1], c)
     inputs = low.cast_all(inputs, low.meta.dtype)
@@ -230,6 +229,14 @@ def attention(low, q, k, v, mask=None, *, scale=None, is_causal=False, enable_gq
         inputs["mask"] = _mask_of_keys(low, mask, n, keys)
     y = low.make("attention", inputs, shape, low.meta.dtype, **attrs)
     return whole(y, (n, t, heads, d)).permute((0, 2, 1, 3))
+
+
+def _rows(low: Lowering, x: View) -> Value:
+    """x [N, T, C] as `Views.rows`, or of part of an image's channels an image, [N, H, W, C]."""
+    (n, t, c), image = x.shape, x.value.shape[:-1]
+    if len(image) == 3 and image[0] == n and image[1] * image[2] == t:
+        return low.gather(x, (*image, c))
+    return low.views.rows(x)
 
 
 def _with_positions(low: Lowering, value: Value) -> Value:
@@ -252,7 +259,7 @@ def _keys_and_values(low: Lowering, q: Value, k: View, v: View) -> dict[str, Val
     shape."""
     if packed((k, v)) == "qkv_heads":
         return {"kv": of_samples(low, k.value, k.shape[0])}
-    parts = [_with_positions(low, low.views.rows(_joined(view))) for view in (k, v)]
+    parts = [_with_positions(low, _rows(low, _joined(view))) for view in (k, v)]
     shape = q.shape if parts[0].numel == q.numel else parts[0].shape
     parts = [p if p.shape == shape else low.gather(whole(p), shape) for p in parts]
     return dict(zip("kv", parts, strict=True))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..graph import Graph, PlanError, Value
+from ..known_buffers import KnownBuffers
 from ..views import View, Views
 
 LOWERINGS: dict[str, Callable] = {}
@@ -38,9 +39,12 @@ def lowers(*names: str, known: tuple[str, ...] = ()) -> Callable[[Callable], Cal
 class Lowering:
     """The graph as far as it is, and the call that is being lowered."""
 
-    def __init__(self, graph: Graph, differentiable: bool = True) -> None:
+    def __init__(
+        self, graph: Graph, differentiable: bool = True, buffers: KnownBuffers | None = None
+    ) -> None:
         self.graph, self.views = graph, Views(graph)
         self.differentiable = differentiable  # False: no gradients are asked for
+        self.buffers = KnownBuffers({}) if buffers is None else buffers
         self.name = ""  # of the op
         self.function = ""  # that Python called, of which the op is a part or the whole
         self.meta: Any = None  # what the trace says of the result: shape and dtype

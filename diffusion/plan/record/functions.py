@@ -20,7 +20,8 @@ from ..graph import PlanError
 from .composites import INSTEAD
 from .known_numbers import known_numbers
 from .notes import Notes, unwrapped
-from .own_functions import OwnFunction, forward_of
+from .own_functions import OwnFunction, called, forward_of
+from .own_gradients import is_of_forward
 
 _ATEN = torch.ops.aten
 # Linear and matmul would be products of rearranged matrices, attention and dropout what PyTorch
@@ -151,8 +152,11 @@ class Functions(TorchFunctionMode):
         return function, tuple(map(placed, args)), kwargs
 
     def own(self, function: type, args: tuple) -> Any:
-        """The result of an autograd.Function, which is noted as one call."""
+        """The result of an autograd.Function, which is noted as one call unless its gradient is
+        that of its forward."""
         notes = self.notes
+        if is_of_forward(function, args):
+            return called(function, args)[0]
         with torch._C.DisableTorchFunction():  # what is read here is not the forward's
             given = pytree.tree_map_only(Tensor, self.inner, args)
             theirs = pytree.tree_map_only(Tensor, self._functional, args)

@@ -1,7 +1,9 @@
 """An autograd.Function that a module brings along, as one call of a recording.
 
-A plan calls the function itself, forward in place of the module, and once more for its gradient, as
-of other calls that are left to PyTorch. What it does within is not looked at, but for draws.
+Where its gradient is that of its forward (`own_gradients`), what it calls is recorded instead. A
+plan calls any other function itself, forward in place of the module, and once more for its
+gradient, as of other calls that are left to PyTorch. What it does within is not looked at, but for
+draws.
 """
 
 import threading
@@ -25,7 +27,7 @@ class OwnFunction:
     namespace, tags = "autograd", ()
 
     def __init__(self, function: type[Function], results: int, written: list[int]) -> None:
-        self.overloadpacket, self.casts = function, _casts()
+        self.overloadpacket, self.casts = function, autocasts()
         self.written = written  # of its arguments
         self._opname, self._overloadname = function.__name__, ""
         # which may be an argument, or a part of one
@@ -40,13 +42,13 @@ class OwnFunction:
             return self.overloadpacket.apply(*args)
 
 
-def _casts() -> list[tuple[str, torch.dtype]]:
+def autocasts() -> list[tuple[str, torch.dtype]]:
     """Where autocast casts, and to what. It does so in the forward of a function alone."""
     kinds = (kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind))
     return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
 
 
-class _Context(SimpleNamespace):
+class Context(SimpleNamespace):
     """What the forward of a function is given, while it is recorded."""
 
     dirty: tuple[Tensor, ...] = ()
@@ -75,14 +77,19 @@ def forward_of(function: type[Function], args: Sequence[Any]) -> tuple[Any, tupl
             f"{function.__name__}, an autograd.Function that is given a function and has not its"
             " gradient, has no place in a plan (checkpoints have one)"
         )
-    needs = tuple(isinstance(x, Tensor) and x.is_floating_point() for x in args)
-    context = _Context(needs_input_grad=needs)
     with torch.no_grad():
-        if function.setup_context == Function.setup_context:
-            return function.forward(context, *args), context.dirty
-        result = function.forward(*args)
-        function.setup_context(context, args, result)
-        return result, context.dirty
+        return called(function, args)
+
+
+def called(function: type[Function], args: Sequence[Any]) -> tuple[Any, tuple[Tensor, ...]]:
+    """The same, with what it calls."""
+    needs = tuple(isinstance(x, Tensor) and x.is_floating_point() for x in args)
+    context = Context(needs_input_grad=needs)
+    if function.setup_context == Function.setup_context:
+        return function.forward(context, *args), context.dirty
+    result = function.forward(*args)
+    function.setup_context(context, args, result)
+    return result, context.dirty
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""Numbers of small buffers that a plan depends on, such as the filters of a module's resampling, of
+which one number for a whole block makes means of it. The plan serves as long as they are the same.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .graph import Graph, Node, Value, made_of
+from .launch.table import launch_reference
+
+_MOST = 64  # numbers
+
+
+class KnownBuffers:
+    """Those of a module, by name."""
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self._there = {k: x for k, x in buffers.items() if 0 < x.numel() <= _MOST and not x.is_meta}
+        # what has been read: the tensor, how often it had been written to, and its numbers
+        self._read: dict[str, tuple[Tensor, int, Tensor]] = {}
+
+    def numbers(self, graph: Graph, value: Value) -> Tensor | None:
+        """What a value is, on the CPU; None: it is not made of constants and of these buffers
+        alone."""
+        if value in graph.constants:
+            return graph.constants[value]
+        names = {v: k for k, v in graph.parameters.items() if k in self._there}
+        found = {*names, *graph.constants}
+        nodes = [n for n in made_of(found, graph.nodes) if not n.draws]
+        wanted: dict[Value, None] = {value: None}
+        needed: list[Node] = []
+        for node in reversed(nodes):
+            if any(v in wanted for v in node.outputs.values()):
+                needed.append(node)
+                wanted |= dict.fromkeys(node.inputs.values())
+        if value not in {*found, *(v for n in needed for v in n.outputs.values())}:
+            return None
+        made = dict(graph.constants) | {v: self._of(names[v]) for v in wanted if v in names}
+        for node in reversed(needed):
+            made |= launch_reference(node, made)
+        return made[value]
+
+    def _of(self, name: str) -> Tensor:
+        if name not in self._read:
+            x = self._there[name]
+            self._read[name] = x, _writes(x), x.detach().cpu().clone()
+        return self._read[name][2]
+
+    def hold(self, states: Mapping[str, Tensor]) -> bool:
+        """Whether those that were read have the same numbers, looked at where somebody has written
+        to them."""
+        for name, (x, writes, numbers) in self._read.items():
+            now = states[name]
+            if now is x and _writes(x) == writes:
+                continue
+            if not torch.equal(now.detach().cpu(), numbers):
+                return False
+            self._read[name] = now, _writes(now), numbers
+        return True
+
+
+def _writes(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
