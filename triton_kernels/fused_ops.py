@@ -56,6 +56,7 @@ from .conv.upsampled_filters import upsampled_filters
 from .conv.weight_grad import conv_weight_grad
 from .conv.wgrad_group import conv_weight_grads
 from .conv1d.conv1d import conv_stage, head, project
+from .elementwise.op import elementwise
 from .embedding.begin_step import begin_step
 from .embedding.linear_grads import linear_grads
 from .embedding.sinusoids import sinusoids

@@ -62,6 +62,7 @@ FUSED = {
     "bias_grads": "sums of rows0, rows1, ...: of each result its rows and first column, as `parts`",
     "rounded": "x0, x1, ... to TF32, as y0, y1, ...: parameters, once in a call",
     "weight_grads": "conv_dw or linear_dw of x0, dy0, x1, dy1, ... of one size, as y0, y1, ...",
+    "elementwise": "`steps` of each element of x0, x1, ..., and what is wanted of them: `places`",
     "columns": "channels start to stop, where they lie: rows are further apart",
     "pad_channels": "zeros behind the channels, up to `width`, in another dtype",
     "conv_fused": "factor (conv or linear + emb [N, C] + residual + extra columns^T); its partials",

@@ -21,7 +21,8 @@ from .weight_grads import weight_grads_together
 
 SMALL = (  # what makes of gradients of weights those of parameters
     "sum", "cast", "reshape", "slice", "add", "mul", "affine", "cat", "pad", "layout",
-    "layout_grad", "embedding_grad", "arith_grad", "row_sums", "bias_grad", "bias_grads",
+    "layout_grad", "embedding_grad", "arith_grad", "elementwise", "row_sums", "bias_grad",
+    "bias_grads",
 )  # fmt: skip
 GROUP = 4  # gradients of weights in a launch, or a piece of work
 

@@ -149,7 +149,7 @@ class _Tracer:
 
     def __init__(self, recording: Recording, buffers: KnownBuffers) -> None:
         self.recording, self.graph, self.buffers = recording, Graph(), buffers
-        self.low = Lowering(self.graph, recording.differentiable, buffers)
+        self.low = Lowering(self.graph, recording.differentiable, buffers.numbers)
         self.made: dict[int, View] = {}  # by the tensors' ids
         # of these, what is made under `no_grad`: it is detached where something else reads it, and
         # has the nodes that it would have with gradients

@@ -143,7 +143,6 @@ OF_CASTS = (
     "added behind a norm over channels",
     "concatenations as they are read",
     "parts cast where they are read",
-    "operands widened by PyTorch",
     "parts read where they lie",
 )
 # those, of attention as others write it or as a GPU has no kernel for, and of channels that kernels

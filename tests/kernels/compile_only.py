@@ -200,7 +200,8 @@ def _compile(case: dict) -> tuple[str, int, str, str]:
     kernel = getattr(importlib.import_module(module), name)
     while not isinstance(kernel, triton.JITFunction):
         kernel = kernel.fn  # below the autotuner and the heuristics
-    signature, constexprs = dict(case["signature"]), case["constexprs"]
+    signature = dict(case["signature"])
+    constexprs = {name: _in_tuples(value) for name, value in case["constexprs"].items()}
     for argument in kernel.arg_names:
         if argument in constexprs:
             signature[argument] = "constexpr"
@@ -240,6 +241,11 @@ def _compile(case: dict) -> tuple[str, int, str, str]:
             compiled, log = build()
         cache.put(log, "ptxas.log", binary=False)
     return compiled.asm["ptx"], compiled.metadata.shared, log, compiled.asm["ttgir"]
+
+
+def _in_tuples(value: Any) -> Any:
+    """A constant as kernels have it: JSON knows lists alone."""
+    return tuple(map(_in_tuples, value)) if isinstance(value, list) else value
 
 
 def _with_layout(kind: str) -> str:

@@ -31,10 +31,12 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 import triton_kernels
 from benchmarks import goldens
 from diffusion.runs.precompile_worker import train
+from triton_kernels.activations import ACTIVATIONS
 from triton_kernels.attention import attention_bwd_rows
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.split import CONV_SPLIT, conv_split, split_spec
+from triton_kernels.elementwise.steps import ACT, ACT_GRAD, AFFINE, ALL, CLAMP_GRAD, MUL, OF_IMAGES
 from triton_kernels.noise.loss_aware import draw_weighted_timesteps, record_losses
 from triton_kernels.norm.tables import Statistics
 from triton_kernels.reductions.conv_parts import SplitConv
@@ -140,6 +142,7 @@ def _others() -> dict[str, Callable[[], None]]:
         "channel norms": _channel_norms,
         "linear attention": _linear_attention,
         "gated products": _gated,
+        "several in one pass": _elementwise,
         "sums that a number multiplies": _scaled_sums,
         "parts of a sum through pointers": _parts_through_pointers,
     } | {
@@ -226,6 +229,18 @@ def _gated() -> None:
         x, dy = torch.empty(4, 4096, 2 * c, dtype=dtype), torch.empty(4, 4096, c, dtype=dtype)
         ops.gated_forward(x, activation)
         ops.gated_backward(dy, x, activation)
+
+
+def _elementwise() -> None:
+    """As EDM2 has them: swish of a sum, a product with a row of each image, and limits."""
+    ops, shape = triton_kernels.fused_ops, (16, 32, 32, 256)
+    which = ACTIVATIONS.index("silu")
+    forward = [(MUL, 0, 1, 0.0, 0.0), (ACT, 2, 0, which, 0.0), (AFFINE, 3, 0, 1.7, 0.0)]
+    backward = [(ACT_GRAD, 1, 0, which, 0.0), (CLAMP_GRAD, 2, 0, -256.0, 256.0)]
+    for dtype in (torch.bfloat16, torch.float32):
+        x, row = torch.empty(shape, dtype=dtype), torch.empty(16, 256, dtype=dtype)
+        ops.elementwise([x, row], (ALL, OF_IMAGES), forward, [(4, dtype), (2, dtype)], shape)
+        ops.elementwise([x, x], (ALL, ALL), backward, [(3, dtype)], shape)
 
 
 def _scaled_sums() -> None:
@@ -361,6 +376,8 @@ def as_case(launch: Launch, arch: int) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     value = getattr(value, "value", value)
+    if isinstance(value, tuple):
+        return [_plain(x) for x in value]
     assert value is None or isinstance(value, bool | int | float | str), value
     return value
 

@@ -62,7 +62,7 @@ def test_what_they_become():
     assert sum("residual" in node.inputs for node in norms) >= 3
     cats = [node for node in forward if node.op == "cat" and len(node.out.shape) == 4]
     assert any(v.dtype != node.out.dtype for node in cats for v in node.many("x"))
-    sums = [node for node in forward if node.op == "add" and len(node.out.shape) == 4]
+    sums = [n for n in forward if n.op == "elementwise" and len(n.out.shape) == 4]
     assert any(v.dtype != node.out.dtype for node in sums for v in node.inputs.values())
 
 

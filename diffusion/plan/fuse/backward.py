@@ -1,6 +1,7 @@
 """The rows of the backward pass, in the order in which they are applied."""
 
-from .by_pytorch import WHEN, WIDENED, attention_without_kernels, cast_of_parts
+from .by_pytorch import WHEN, attention_without_kernels, cast_of_parts
+from .elementwise import ONE_PASS
 from .epilogue import added
 from .few_channels import few_channels
 from .norms import (
@@ -102,5 +103,5 @@ BACKWARD_ROWS = (
         "parts cast where they are read", ("slice",), cast_of_parts,
         "0.8 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", WHEN
     ),
-    WIDENED,
+    ONE_PASS,
 )  # fmt: skip

@@ -1,9 +1,7 @@
 """Rows of what PyTorch computes: casts, parts and concatenations that need no pass of their own,
 because its kernels read and write any type and any steps through memory."""
 
-import torch
-
-from ..graph import Node, Value, numbered
+from ..graph import Node, Value
 from .rewrite import Fusing, Row
 
 WHEN = ("train", "sample")  # not in a step, whose gradients have places
@@ -26,18 +24,6 @@ def cast_of_parts(f: Fusing, node: Node) -> Value | None:
     return node.out
 
 
-def _widened_operand(f: Fusing, node: Node) -> Value | None:
-    """A sum or product of two types is in the wider one, whichever its operands have"""
-    for role, other in (("a", "b"), ("b", "a")):
-        cast = f.maker(node.inputs[role], "cast")
-        wide = node.inputs[other].dtype == node.out.dtype and node.inputs[other].shape
-        if cast is not None and wide and cast.widens:
-            node.inputs[role] = cast.inputs["x"]
-            f.take(node)
-            return node.out
-    return None
-
-
 def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
     """A concatenation that only a cast reads is written in that type"""
     cat = f.maker(node.inputs["x"], "cat")
@@ -46,23 +32,6 @@ def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
         return None
     f.write(cat, node.out, node)
     return node.out
-
-
-def added_product(f: Fusing, node: Node) -> Value | None:
-    """A product that only a sum reads is added where it is multiplied"""
-    for y, other in f.summands(node):
-        product = f.maker(y, "mul")
-        if product is None or f.reader(y, "add") is not node:
-            continue
-        factors = product.inputs["a"], product.inputs["b"]
-        if not all(v.dtype.is_floating_point for v in (other, *factors)):
-            continue
-        node.op, node.inputs = "arith", numbered("x", (other, *factors))
-        target = torch.ops.aten.addcmul.default
-        node.attrs = {"target": target, "arguments": (0, 1, 2), "options": {}}
-        f.take(node, product)
-        return node.out
-    return None
 
 
 def _part_where_it_lies(f: Fusing, node: Node) -> Value | None:
@@ -94,10 +63,6 @@ def attention_without_kernels(f: Fusing, node: Node) -> Value | None:
 
 
 # of both passes
-WIDENED = Row(
-    "operands widened by PyTorch", ("add", "mul"), _widened_operand,
-    "0.8 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", WHEN
-)  # fmt: skip
 WHERE_IT_LIES = Row(
     "parts read where they lie", ("slice",), _part_where_it_lies,
     "1.7 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW; of FiLM 0.9 of "

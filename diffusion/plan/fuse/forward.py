@@ -1,6 +1,7 @@
 """The rows of the forward pass, in the order in which they are applied."""
 
-from .by_pytorch import WHEN, WHERE_IT_LIES, WIDENED, added_product, cat_as_it_is_read
+from .by_pytorch import WHEN, WHERE_IT_LIES, cat_as_it_is_read
+from .elementwise import ONE_PASS
 from .epilogue import added, epilogue_add, epilogue_factor, partials, terms_together
 from .few_channels import few_inputs, few_outputs
 from .norms import dropped_pass, table_and_pass
@@ -61,10 +62,6 @@ FORWARD_ROWS = (
         "concatenations as they are read", ("cast",), cat_as_it_is_read,
         "0.7 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", WHEN
     ),
-    WIDENED,
-    Row(
-        "a product added where it is multiplied", ("add",), added_product,
-        "1.4 % of a step of DiT-B/2 at 32 images (predicted)", WHEN
-    ),
+    ONE_PASS,
     WHERE_IT_LIES,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """A row of the fuse table, and the graph that it rewrites."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,9 +48,10 @@ class Fusing:
         mode: str,
         tf32: tuple[bool, bool],  # may convolutions, may other products be in TF32
         kernels: On | None,
-        before: Iterable[Node],  # the other pass, which is only looked at
+        before: Sequence[Node],  # the other pass, which is only looked at
     ) -> None:
         self.graph, self.mode, self.tf32 = graph, mode, tf32
+        self.before = frozenset(before)
         self._kernels = kernels
         # who has made or read a value at some time, of which those count that still do
         self._made = {value: node for node in before for value in node.outputs.values()}

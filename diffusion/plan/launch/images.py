@@ -99,6 +99,16 @@ def _dropout(run, node, given):
     return {"y": x * mask, "mask": mask}
 
 
+@launches("elementwise")
+def _elementwise(run, node, given):
+    # a gradient that PyTorch has made may be sparse
+    tensors = [x.to_dense() if x.is_sparse else x.contiguous() for x in given.values()]
+    a = node.attrs
+    results = zip(a["places"], (v.dtype for v in node.outputs.values()), strict=True)
+    ys = run.kernels.elementwise(tensors, a["has"], a["steps"], [*results], node.out.shape)
+    return dict(zip(node.outputs, ys, strict=True))
+
+
 @launches("gated")
 def _gated(run, node, given):
     return run.kernels.gated_forward(given["x"].contiguous(), **node.attrs)

@@ -48,7 +48,7 @@ def _resampled(low, x, weight, bias, stride, padding, dilation, transposed, more
     plain = set((*_pair(padding, False, 0), *_pair(more, False, 0))) == {0} and bias is None
     if not (alone and plain and _pair(stride, False, 1) == window and set(dilation) == {1}):
         return None
-    filters = low.buffers.numbers(low.graph, source(weight, low.graph.producers()).value)
+    filters = low.numbers(source(weight, low.graph.producers()).value)
     if filters is None or len(numbers := set(filters.flatten().tolist())) != 1:
         return None
     (number,), (n, c, p, q) = numbers, low.meta.shape

@@ -11,12 +11,13 @@ not at its default.
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..graph import Graph, PlanError, Value
-from ..known_buffers import KnownBuffers
 from ..views import View, Views
 
 LOWERINGS: dict[str, Callable] = {}
@@ -40,11 +41,14 @@ class Lowering:
     """The graph as far as it is, and the call that is being lowered."""
 
     def __init__(
-        self, graph: Graph, differentiable: bool = True, buffers: KnownBuffers | None = None
+        self,
+        graph: Graph,
+        differentiable: bool = True,  # False: no gradients are asked for
+        numbers: Callable[[Graph, Value], Tensor | None] = lambda graph, value: None,
     ) -> None:
         self.graph, self.views = graph, Views(graph)
-        self.differentiable = differentiable  # False: no gradients are asked for
-        self.buffers = KnownBuffers({}) if buffers is None else buffers
+        self.differentiable = differentiable
+        self.numbers = partial(numbers, graph)  # of a value that every call has, or None
         self.name = ""  # of the op
         self.function = ""  # that Python called, of which the op is a part or the whole
         self.meta: Any = None  # what the trace says of the result: shape and dtype
