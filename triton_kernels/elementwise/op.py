@@ -40,7 +40,7 @@ def elementwise(
     pixels = max(1, m // n)
     if set(has) <= {ALL, ONE}:
         m, c = _evenly(m * c)
-    block_c = min(_MOST_COLUMNS, triton.next_power_of_2(c))
+    block_c = min(_TILE if m == 1 else _MOST_COLUMNS, triton.next_power_of_2(c))
     block_m, cb = _TILE // block_c, triton.cdiv(c, block_c)
     read = [*tensors, *[None] * (MOST_READ - len(tensors))]
     written = [*ys, *[None] * (MOST_WRITTEN - len(ys))]
@@ -53,5 +53,5 @@ def elementwise(
 
 
 def _evenly(count: int) -> tuple[int, int]:
-    """Rows and columns of so many numbers that nothing tells apart."""
+    """Rows and columns of so many numbers, of which none is read twice."""
     return (count // _MOST_COLUMNS, _MOST_COLUMNS) if count % _MOST_COLUMNS == 0 else (1, count)
