@@ -42,10 +42,9 @@ def _pick(graph: Graph, product: Node, pick: Node, channels: View) -> None:
     ci = weight.shape[1]
     rows = tuple((n, step * ci) for n, step in channels.dims[0])
     filters = View(weight, (rows, ((ci, 1),)), channels.offset * ci)
-    biases = None if bias is None else View(bias, channels.dims, channels.offset)
     inputs = {"x": product.inputs["x"], "weight": _copy(graph, pick, filters)}
-    if biases is not None:
-        inputs["bias"] = _copy(graph, pick, biases)
+    if bias is not None:
+        inputs["bias"] = _copy(graph, pick, View(bias, channels.dims, channels.offset))
     made = Node("linear", inputs, pick.outputs, {}, product.source, product.tf32)
     made.of_matrices = product.of_matrices
     graph.nodes[graph.nodes.index(pick)] = made
