@@ -62,6 +62,18 @@ class Net(nn.Module):
 def make(batch):
     return Net(), (torch.randn(batch, 4, 6, 10), torch.rand(batch), 2.0)
 
+class TimeFirst(Net):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(8, 1)
+        self.table.weight.requires_grad_(False)
+
+    def forward(self, t, x):
+        return super().forward(x, self.table(t)[:, 0].float().sin(), 2.0)[0]
+
+def time_first(batch):
+    return TimeFirst(), (torch.arange(batch), torch.randn(batch, 4, 6, 10))
+
 def no_module(batch):
     return Net()
 
@@ -87,6 +99,29 @@ def test_a_network_of_ones_own(own, capsys):
     assert losses[-1] < losses[0]
     evaluation = accelerated.runner("evaluate", model, 2, CPU, lambda network: network)
     assert evaluation().shape == (2, 8, 6, 10) and evaluation().dtype == torch.bfloat16
+
+
+def test_a_network_that_stays_in_float32(own):
+    """Its time comes first, its table is not trained, and a layer gets float32: it is evaluated
+    under autocast."""
+    model = f"{own}:time_first"
+    accelerated.check(model, CPU)
+    assert accelerated._shape(model, 3) == f"3x6x10x4 {own.stem}:time_first"
+    with pytest.raises(RuntimeError, match="dtype"):
+        accelerated.runner("evaluate", model, 2, CPU, lambda network: network)()
+    for around in (lambda network: network, accelerated.Accelerated):
+        evaluation = accelerated.runner("evaluate_autocast", model, 2, CPU, around)
+        assert evaluation().shape == (2, 8, 6, 10) and evaluation().dtype == torch.bfloat16
+
+
+def test_what_torch_compile_refuses_is_timed_as_it_is(small, monkeypatch, capsys):
+    def refuses(module, **options):
+        raise RuntimeError("no such stride\nand more")
+
+    monkeypatch.setattr(torch, "compile", refuses)
+    runs = accelerated.compiled("evaluate", small, 2, CPU, loop=True)
+    assert list(runs) == ["eager-bf16"] and runs["eager-bf16"](0).shape[0] == 2
+    assert "evaluate small: torch.compile fails: no such stride\n" in capsys.readouterr().out
 
 
 def test_a_file_without_such_a_network_is_named(own):

@@ -159,6 +159,31 @@ def test_launches_of_a_residual_block_training():
     assert not {"add", "norm_act_grad", "conv_dx"} & {op for op, _ in backward}
 
 
+class Shifted(nn.Module):
+    """Two convolutions, and what is added to all pixels between them: of a token, or an image."""
+
+    def __init__(self, summand):
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
+        self.norm, self.summand = nn.GroupNorm(2, 8), summand
+
+    def forward(self, x, emb):
+        shift = self.summand(emb).view(emb.shape[0], 8, 1, 1)
+        return self.second(F.silu(self.norm(self.first(x) + shift)))
+
+
+@pytest.mark.parametrize(
+    ("summand", "emb"), [(nn.Linear(6, 8), (2, 1, 6)), (nn.AdaptiveAvgPool2d(1), (2, 8, 4, 4))]
+)
+def test_what_is_added_to_all_pixels_is_an_embedding(summand, emb):
+    module, args = Shifted(summand), (torch.randn(2, 8, 4, 4), torch.randn(emb))
+    made = plan(module, args, trains=True)
+    assert "emb" in next(i for op, i in launches(made, "forward") if op == "conv_fused")
+    (table,) = (n for n in nodes_of(made.schedule.backward) if n.op == "norm_grad_table")
+    assert ("emb" in table.outputs) == any(p.requires_grad for p in summand.parameters())
+    assert agree(in_float64(module), tuple(a.double() for a in args)) < BUDGET
+
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

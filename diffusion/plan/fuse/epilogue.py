@@ -69,10 +69,13 @@ def _take_term(f: Fusing, node: Node, conv: Node, other: Value) -> bool:
 def _embedding_of(f: Fusing, node: Node, value: Value) -> Value | None:
     """emb [N, C] of a summand [N, 1, 1, C], or None."""
     n, c = node.out.shape[0], node.out.shape[-1]
-    reshape = f.maker(value, "reshape")
-    if reshape is None or value.shape != (n, 1, 1, c) or reshape.inputs["x"].shape != (n, c):
+    if value.shape != (n, 1, 1, c):
         return None
-    return f.uncast(reshape.inputs["x"])  # the epilogue adds in float32
+    reshape = f.maker(value, "reshape")
+    emb = value if reshape is None else reshape.inputs["x"]
+    if emb.shape != (n, c):  # that of one token, or the sums over an image
+        emb = f.insert(node, "reshape", {"x": emb}, {"y": ((n, c), emb.dtype)}).out
+    return f.uncast(emb)  # the epilogue adds in float32
 
 
 def epilogue_factor(f: Fusing, node: Node) -> Value | None:
