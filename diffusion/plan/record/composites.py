@@ -42,6 +42,15 @@ def _custom_function_call(function: type, *args) -> SimpleNamespace:
     return nothing if function.__name__ == "_NoopSaveInputs" else NotImplemented
 
 
+def _cast(op: str, x: Tensor) -> Tensor:
+    """x as autocast would give it to an op that it calls in float32, if it does so where x is."""
+    kind = x.device.type
+    on = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    key = f"Autocast{kind.upper()}"
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return x.float() if on and x.dtype.itemsize < 4 and has(f"aten::{op}", key) else x
+
+
 @contextmanager
 def without_hints() -> Iterator[None]:
     """Within the block PyTorch's Transformer layers do not ask by a mask's numbers whether it is
@@ -161,11 +170,26 @@ def _instance_norm(a: SimpleNamespace) -> Tensor:
 
 @instead_of(F.rms_norm, torch.rms_norm, named=True)
 def _rms_norm(a: SimpleNamespace) -> Tensor:
-    dims = list(range(a.input.ndim - len(a.normalized_shape), a.input.ndim))
-    eps = torch.finfo(a.input.dtype).eps if a.eps is None else a.eps
-    x = a.input.float() if a.input.dtype.itemsize < 4 else a.input
-    y = (x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)).to(a.input.dtype)
-    return y if a.weight is None else y * a.weight
+    given = _cast("rms_norm", a.input)
+    dims = list(range(given.ndim - len(a.normalized_shape), given.ndim))
+    eps = torch.finfo(given.dtype).eps if a.eps is None else a.eps
+    x = given.float() if given.dtype.itemsize < 4 else given
+    y = x * torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)
+    if a.weight is None or a.weight.dtype == given.dtype:
+        y = y.to(given.dtype)
+    return y if a.weight is None else (y * a.weight).to(given.dtype)
+
+
+@instead_of(F.binary_cross_entropy_with_logits, named=True)
+def _binary_cross_entropy(a: SimpleNamespace) -> Tensor:
+    """Functionalization takes it apart before autocast sees it."""
+    given = a.input, a.target, a.weight, a.pos_weight
+    cast = [x if x is None else _cast("binary_cross_entropy_with_logits", x) for x in given]
+    if all(x is y for x, y in zip(given, cast, strict=True)):
+        return NotImplemented
+    x, y, weight, pos_weight = cast
+    how = a.size_average, a.reduce, a.reduction
+    return F.binary_cross_entropy_with_logits(x, y, weight, *how, pos_weight)
 
 
 @instead_of(torch._weight_norm)
