@@ -23,6 +23,7 @@ it is (eager).
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ from benchmarks.papers import in_turns
 from benchmarks.steps import fused_adamw
 from diffusion.errors import ConfigError
 from diffusion.plan.accelerate import Accelerated
+from diffusion.plan.record.without_gpu import cuda_autocast
 from diffusion.plan.user_module import in_bf16
+from triton_kernels.runtime.device import on_gpu
 
 _KINDS = ("train", "evaluate", "evaluate_autocast")
 DEFAULTS = {
@@ -105,6 +108,13 @@ def build(model: str, device: torch.device) -> nn.Module:
     return network_of(model).build(device).to(memory_format=torch.channels_last)
 
 
+def _autocast(device: torch.device, enabled: bool = True) -> AbstractContextManager[None]:
+    """To bf16, of where tensors are, or in a rehearsal would be."""
+    if on_gpu(device):
+        return cuda_autocast(torch.bfloat16, enabled)
+    return torch.autocast(device.type, torch.bfloat16, enabled)
+
+
 def step_of(
     loss: nn.Module, target: Tensor | None, given: tuple, device: torch.device
 ) -> Callable[[], Tensor]:
@@ -113,7 +123,7 @@ def step_of(
 
     def run() -> Tensor:
         adamw.zero_grad(set_to_none=True)
-        with torch.autocast(device.type, torch.bfloat16):
+        with _autocast(device):
             value = loss(target, *given)
         value.backward()
         adamw.step()
@@ -125,11 +135,11 @@ def step_of(
 def evaluation_of(
     network: nn.Module, given: tuple[Tensor, ...], autocast: bool = False
 ) -> Callable[[], Tensor]:
-    device = next(network.parameters()).device.type
+    device = next(network.parameters()).device
 
     @torch.no_grad()
     def run() -> Tensor:
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        with _autocast(device, autocast):
             return first_tensor(network(*given))
 
     return run
@@ -211,7 +221,7 @@ def _output_and_gradient(
     """The output, and the gradient of all parameters as one vector, of `dy` or of the output
     itself; `low`: under autocast."""
     parameters = [p for p in network.parameters() if p.requires_grad]
-    with torch.autocast(parameters[0].device.type, torch.bfloat16, enabled=low):
+    with _autocast(parameters[0].device, low):
         y = first_tensor(network(*given))
     dy = y.detach() if dy is None else dy.to(y.dtype)
     grads = torch.autograd.grad(y, parameters, dy, materialize_grads=True)

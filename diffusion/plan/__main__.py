@@ -37,6 +37,7 @@ from torch import nn
 import triton_kernels
 from triton_kernels import fused_ops
 from triton_kernels.registry.chips import Chip, chip
+from triton_kernels.runtime.device import standing_for
 
 from ..errors import ConfigError, check_writable, lack_of_memory, writing
 from ..factory import (
@@ -62,6 +63,7 @@ from .printed.page import Page, page
 from .printed.step import step_page
 from .printed.text import modules, table
 from .printed.timeline import check_picture, draw
+from .record.without_gpu import cuda_autocast
 from .sampling_plan import sampling_plan
 from .step.network import TrainingUNet, step_kernels
 from .user_module import in_bf16, names_function, user_function
@@ -195,7 +197,7 @@ def _user_page(given: dict[str, str], gpu: Chip) -> Page:
         network, args = in_bf16(network, args)
     options = {"tf32": (given["precision"] == "tf32",) * 2, "kernels": (fused_ops, gpu.gpu)}
     options |= {"rounds": True}
-    with torch.autocast("cpu", torch.bfloat16, enabled=low and trains):
+    with standing_for(gpu.gpu), cuda_autocast(torch.bfloat16, enabled=low and trains):
         made = plan(network.train(trains), args, {}, trains=trains, **options)
     return page(made, gpu)
 

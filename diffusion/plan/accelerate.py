@@ -28,6 +28,7 @@ from .module_states import ModuleStates
 from .numbers_as_tensors import are_tensors
 from .planned import Planned, evaluate
 from .record.notes import is_recording
+from .record.own_functions import autocasts
 from .replay import Replays
 from .trees import flatten, holds_tensors, leaves
 
@@ -253,16 +254,10 @@ class Accelerated(nn.Module):
             for x in leaves
         )
         states = self._states.kind(gradients)
-        kinds = {x.device.type for x in leaves if isinstance(x, Tensor)} or {"cpu"}
-        autocast = tuple(
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in sorted(kinds)
-            if torch.is_autocast_enabled(kind)
-        )
         # what a forward pass may ask, and hooks of every module
         hooks = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
         beside = gradients, *(tuple(hook.values()) for hook in hooks)
-        return described, str(spec), states, autocast, self._tf32(), beside
+        return described, str(spec), states, tuple(autocasts()), self._tf32(), beside
 
     def _tf32(self) -> tuple[bool, bool]:
         """Whether convolutions, and other products, may be in TF32: as PyTorch has been told, and

@@ -12,6 +12,7 @@ import torch
 
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.compile_ahead import launches_of
+from diffusion.plan.record.without_gpu import cuda_autocast
 from tests.kernels import chips
 from tests.plan.networks import network
 from triton_kernels.runtime.launch_file import read_launches, write_launches
@@ -25,11 +26,11 @@ def compared(name: str, trains: bool, path: Path) -> dict[str, list]:
     fast = Accelerated(module.train(trains))
     with torch.set_grad_enabled(trains):
         with rehearsal(chips.HOPPER) as launched:
-            with torch.autocast("cpu", torch.bfloat16):
+            with cuda_autocast(torch.bfloat16):
                 y = fast(*args, **kwargs)
             if trains:
                 getattr(y, "sample", y).float().sum().backward()
-            with torch.autocast("cpu", torch.bfloat16):
+            with cuda_autocast(torch.bfloat16):
                 made, *given = fast.plan_of(args, kwargs)
         tensors = made.traced.leaves(*given)
         states = dict(fast.module.named_parameters()) | dict(fast.module.named_buffers())

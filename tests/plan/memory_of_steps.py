@@ -21,6 +21,7 @@ from diffusion.plan.inference1d import InferenceUNet1d
 from diffusion.plan.printed.call import call_memory
 from diffusion.plan.printed.memory import Allocations, Memory
 from diffusion.plan.printed.step import step_page
+from diffusion.plan.record.without_gpu import cuda_autocast
 from diffusion.runtime.distributed import Processes
 from tests.plan.networks import network
 from triton_kernels import fused_ops
@@ -81,7 +82,7 @@ def called(name: str, low: bool) -> tuple[Memory, int]:
         fast = accelerate(module)
         for _ in range(2):  # the first learns what rows there are
             with Allocations() as found:
-                with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                with cuda_autocast(torch.bfloat16, enabled=low):
                     y = fast(x, *args, **kwargs)
                 y = getattr(y, "sample", y)
                 grads = torch.autograd.grad(y, parameters, torch.empty_like(y), allow_unused=True)

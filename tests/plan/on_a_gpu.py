@@ -8,6 +8,7 @@ import json
 import torch
 
 from diffusion import accelerate
+from diffusion.plan.record.without_gpu import cuda_autocast
 from tests.kernels import chips
 from tests.plan.networks import NAMES, network
 from triton_kernels.runtime.launch_recorder import rehearsal
@@ -21,7 +22,7 @@ def launched(name: str, low: str) -> list[str]:
     if low == "parameters":
         module, x = module.bfloat16(), x.bfloat16()
     with rehearsal(chips.HOPPER) as launches:
-        with torch.autocast("cpu", torch.bfloat16, enabled=low == "autocast"):
+        with cuda_autocast(torch.bfloat16, enabled=low == "autocast"):
             y = accelerate(module)(x, *args, **kwargs)
         y = getattr(y, "sample", y)
         y.float().sum().backward()

@@ -7,17 +7,20 @@ In a process of its own, for in Triton's interpreter there are no launches.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
 
 from diffusion.plan.build import plan
 from diffusion.plan.printed.page import page
+from diffusion.plan.record.without_gpu import cuda_autocast
 from tests.plan.random_networks import EMB, LAYERS, RandomNetwork
 from triton_kernels import fused_ops
 from triton_kernels.registry.chips import chip
+from triton_kernels.runtime.device import standing_for
 
 NETWORKS = 40
 CHANNELS = (4, 8, 12, 20, 32, 40, 64, 128)
@@ -38,12 +41,12 @@ def drawn(seed: int) -> tuple[nn.Module, tuple]:
     return module, (torch.randn(n, c, h, w), torch.randn(n, EMB))
 
 
-def precisions() -> Iterator[tuple[str, torch.dtype, bool, AbstractContextManager]]:
+def precisions() -> Iterator[tuple[str, torch.dtype, bool, Callable[[], AbstractContextManager]]]:
     """Of parameters and arguments, whether TF32 is allowed, and in which context."""
-    yield "autocast", torch.float32, True, torch.autocast("cpu", torch.bfloat16)
-    yield "16 bits", torch.bfloat16, False, nullcontext()
-    yield "TF32", torch.float32, True, nullcontext()
-    yield "float32", torch.float32, False, nullcontext()
+    yield "autocast", torch.float32, True, partial(cuda_autocast, torch.bfloat16)
+    yield "16 bits", torch.bfloat16, False, nullcontext
+    yield "TF32", torch.float32, True, nullcontext
+    yield "float32", torch.float32, False, nullcontext
 
 
 def main() -> None:
@@ -56,8 +59,9 @@ def main() -> None:
                 args = tuple(x.to(dtype) for x in args)
                 how = {"trains": trains, "kernels": (fused_ops, gpu.gpu), "tf32": (tf32, tf32)}
                 try:
-                    with context, torch.set_grad_enabled(trains):
-                        page(plan(module, args, **how), gpu)
+                    with standing_for(gpu.gpu), context(), torch.set_grad_enabled(trains):
+                        made = plan(module, args, **how)
+                    page(made, gpu)
                 except Exception as error:
                     case = seed, precision, "train" if trains else "evaluate", module.layers
                     print(*case, f"{type(error).__name__}: {error}")

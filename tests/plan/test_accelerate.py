@@ -329,7 +329,9 @@ def test_16_bits_on_a_gpu(launched, name, low):
         expected = "attention" not in family or not ("policy" in name or "no attention" in name)
         assert any(re.search(family, kernel) for kernel in kernels) == expected, family
     if name.startswith("diffusers"):  # the framework's layers are in float32 unless told otherwise
-        assert kernels == launched[f"{name} {LOW[0]}"]
+        # autocast enlarges a skip in float32, and so is the sum: its norm reads it once more
+        more = {"_norm_partials_kernel"} if "residual blocks resample" in name else set()
+        assert {*kernels} | more == {*launched[f"{name} {LOW[0]}"]}
 
 
 def test_a_layer_norm_of_16_bits_in_a_rehearsal():

@@ -38,7 +38,6 @@ _WHOLE = {
 _READS = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _INSTEAD = {Tensor.data.__get__: Tensor.detach}  # the former calls no op
-_META = torch.device("meta")
 _KINDS = "cpu cuda ipu maia meta mps mtia vulkan xla xpu".split()
 _PLACES = {  # what asks where a tensor is
     Tensor.device.__get__,
@@ -85,7 +84,7 @@ class Functions(TorchFunctionMode):
         if not notes.shapes.by_device and casts():
             raise ByDevice
         function = _INSTEAD.get(function, function)
-        if not notes.shapes.by_device:
+        if notes.shapes.device is not None:
             if function in _PLACES and args[0].is_meta:
                 return function(self._there())
             if function is not torch.device:
@@ -145,7 +144,7 @@ class Functions(TorchFunctionMode):
                 return x
             named, there = torch.device(x), self._there().device
             same = named.type == there.type and named.index in (None, there.index)
-            return _META if same else x
+            return self.notes.shapes.device if same else x
 
         if "device" in kwargs:
             kwargs = {**kwargs, "device": placed(kwargs["device"])}
@@ -181,8 +180,9 @@ class Functions(TorchFunctionMode):
             any(copies[i] is x for x in dirty) for i in written
         ):
             raise self._refused(f"{function.__name__}, which writes to what it does not return,")
+        dtypes = [y.dtype for y in made]
         with notes.under(function.__name__):
-            notes.note(OwnFunction(function, len(made), written), given, {}, inner)
+            notes.note(OwnFunction(function, dtypes, written), given, {}, inner)
         for i, y in returned.items():
             args[i].copy_(y)
         theirs = {id(copies[i]): args[i] for i in written}

@@ -11,12 +11,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from triton_kernels.runtime.device import is_rehearsal
+
 from ..graph import PlanError
 from .draws import is_draw
 from .lines import Lines
 from .recording import Call, Recording
 from .results import known_result
+from .without_gpu import GPU
 
+META = torch.device("meta")
 _ATEN = torch.ops.aten
 
 
@@ -24,12 +28,14 @@ class Shapes:
     """Tensors without numbers: of the meta device, or in a mode that lets them say that they are on
     another. `there` is a tensor where those are that they stand for; None: these are on several."""
 
-    def __init__(self, mode: FakeTensorMode | None, there: Tensor | None = None) -> None:
+    def __init__(self, mode: FakeTensorMode | None, there: Tensor | None) -> None:
         self.mode, self.by_device, self.there = mode, mode is not None, there
+        # of them all; None: that of what each stands for
+        self.device = META if mode is None else GPU if is_rehearsal() else None
 
     def of(self, x: Tensor) -> Tensor:
-        device = x.device if self.by_device else "meta"
         with self.mode or nullcontext():
+            device = self.device or x.device
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
     def has(self, x: Tensor) -> bool:
@@ -69,7 +75,7 @@ class Notes(TorchDispatchMode):
 
     def _seen(self, target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self._is_known(target, args, kwargs):
-            if kwargs.get("device") == torch.device("meta"):  # the recording's: numbers stay
+            if kwargs.get("device") == self.shapes.device:  # the recording's: numbers stay
                 kwargs = {k: v for k, v in kwargs.items() if k != "device"}
             with torch._C._DisableTorchDispatch():
                 return target(*args, **kwargs)
@@ -77,7 +83,7 @@ class Notes(TorchDispatchMode):
             raise PlanError(f"{target} in an autograd.Function, which is called twice, draws twice")
         args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs))
         if is_draw(target) and not self.shapes.by_device and _has_device(target):
-            kwargs = {**kwargs, "device": torch.device("meta")}  # of the host's, no numbers either
+            kwargs = {**kwargs, "device": META}  # of the host's, no numbers either
         if target is _ATEN.copy_.default and id(args[0]) in self.given:
             # of what the forward pass has written to, once it is over
             name = self.given[id(args[0])]

@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils.checkpoint import CheckpointFunction
 
+from triton_kernels.runtime.device import is_rehearsal
+
 from ..graph import PlanError
 from .own_checkpoints import checkpointed, is_function
 
@@ -26,20 +28,30 @@ class OwnFunction:
 
     namespace, tags = "autograd", ()
 
-    def __init__(self, function: type[Function], results: int, written: list[int]) -> None:
+    def __init__(
+        self, function: type[Function], dtypes: list[torch.dtype], written: list[int]
+    ) -> None:
         self.overloadpacket, self.casts = function, autocasts()
+        self.dtypes = dtypes  # of its results
         self.written = written  # of its arguments
         self._opname, self._overloadname = function.__name__, ""
         # which may be an argument, or a part of one
-        returns = [SimpleNamespace(alias_info=True)] * results
+        returns = [SimpleNamespace(alias_info=True)] * len(dtypes)
         self._schema = SimpleNamespace(returns=returns, arguments=[], is_mutable=False)
 
     def __call__(self, *args: Any) -> Any:
         args = [x.clone() if i in self.written else x for i, x in enumerate(args)]
         with ExitStack() as stack:
             for kind, dtype in self.casts:
+                kind = "cpu" if is_rehearsal() else kind
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-            return self.overloadpacket.apply(*args)
+            result = self.overloadpacket.apply(*args)
+        if not is_rehearsal():
+            return result
+        # the host's autocast casts others
+        made = [result] if isinstance(result, Tensor) else result
+        made = [y.to(dtype) for y, dtype in zip(made, self.dtypes, strict=True)]
+        return made[0] if isinstance(result, Tensor) else made
 
 
 def autocasts() -> list[tuple[str, torch.dtype]]:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import stateless
 
+from triton_kernels.runtime.device import is_rehearsal
+
 from ..graph import PlanError
 from ..trees import flatten
 from .beside import modules_kept
@@ -33,6 +35,7 @@ from .module import (
 from .notes import Notes, Shapes
 from .own_functions import noted_by
 from .recording import Recording
+from .without_gpu import as_with_gpu, tensor_there
 
 
 def record(
@@ -88,9 +91,11 @@ def _record(
         # in inference mode PyTorch takes nothing apart, and writes in place
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(differentiable))
+        if is_rehearsal():
+            stack.enter_context(as_with_gpu())
         fakes = FakeTensorMode(allow_non_fake_inputs=True) if by_device else None
-        there = None if by_device else _place_of(module, leaves)
-        shapes = Shapes(stack.enter_context(fakes) if by_device else None, there)
+        place = _place_of(module, leaves)
+        shapes = Shapes(stack.enter_context(fakes) if by_device else None, place)
         states = [
             {name: shapes.of(x) for name, x in named()}
             for named in (module.named_parameters, module.named_buffers)
@@ -147,7 +152,10 @@ def _tensors_of(leaves: list[Any]) -> dict[int, Tensor]:
 
 
 def _place_of(module: nn.Module, leaves: list[Any]) -> Tensor | None:
-    """A tensor where the arguments and the module's own are; None: these are on several devices."""
+    """A tensor where the arguments and the module's own are, in a rehearsal on a GPU; None: these
+    are on several devices."""
+    if is_rehearsal():
+        return tensor_there()
     tensors = (x for x in leaves if isinstance(x, Tensor))
     devices = {x.device for x in (*tensors, *module.parameters(), *module.buffers())}
     return torch.empty(0, device=next(iter(devices), None)) if len(devices) < 2 else None
