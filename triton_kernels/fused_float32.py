@@ -42,6 +42,8 @@ _NONE = (  # and these have no products
     "bias_grad",
     "channel_norm_backward",
     "channel_norm_forward",
+    "elementwise",
+    "fir",
     "gated_backward",
     "gated_forward",
     "norm_apply",

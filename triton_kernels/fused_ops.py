@@ -70,6 +70,7 @@ from .norm.sums import activation_grad, tensor_partials
 from .norm.tables import norm_grad_table, norm_table
 from .reductions.column_sum import column_rows
 from .reductions.row_sums import RowSums, bias_grad, row_place
+from .resample.fir import fir
 from .resample.op import gather, gather_sums, spread, spread_add
 
 OPS = {

@@ -14,6 +14,7 @@
   before a result is rounded, and neither they nor the weights of norms are rounded themselves.
 - Channels that are picked for queries, keys and values become filters (`picked_channels`).
 - Zeros around an image become the convolution's padding.
+- Of what a FIR filter makes, rows and columns that nobody reads are not made.
 """
 
 import torch
@@ -24,12 +25,13 @@ from .launch.table import launch_reference
 from .norms_by_hand import find_norms
 from .picked_channels import pick_filters
 from .products_by_hand import find_activations, find_gates
+from .views import merged
 
 
 def canonicalise(graph: Graph) -> None:
     """Apply all of them, in place."""
     first = _constants, once, _casts, _biases, find_norms, find_activations, find_gates
-    for rewrite in (*first, _norms, fold_factors, _scales, pick_filters, _padding):
+    for rewrite in (*first, _norms, fold_factors, _scales, pick_filters, _padding, _downsampled):
         rewrite(graph)
         graph.prune()
     graph.sort()
@@ -310,3 +312,21 @@ def _padding(graph: Graph) -> None:
         own = node.attrs["padding"]
         node.inputs["x"] = before.inputs["x"]
         node.attrs["padding"] = tuple(a + b for a, b in zip(own, (y0, y1, x0, x1), strict=True))
+
+
+def _downsampled(graph: Graph) -> None:
+    """One of so many rows and columns of a filtered image is all that is read of it."""
+    makers, readers, gone = graph.producers(), graph.consumers(), set()
+    for node in graph.nodes:
+        fir = makers.of(node.inputs.get("x"), "fir") if node.op == "layout" else None
+        if fir is None or readers[fir.out] != [node] or len(node.out.shape) != 4:
+            continue
+        (n, p, q, c), (_, rows, columns, _) = node.out.shape, fir.out.shape
+        by = -(-rows // max(p, 1))
+        steps = rows * columns * c, by * columns * c, by * c, 1
+        pieces = merged(tuple(zip((n, p, q, c), steps, strict=True)))
+        if (node.attrs["pieces"], node.attrs["offset"]) == (pieces, 0) and by > 1:
+            fir.attrs = fir.attrs | {"down": by * fir.attrs["down"]}
+            fir.outputs = node.outputs
+            gone.add(node)
+    graph.nodes = [node for node in graph.nodes if node not in gone]

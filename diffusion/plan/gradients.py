@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from triton_kernels.resample.fir import adjoint
+
 from .graph import Value, numbered
 from .ops import MEMORY, PARTS
 
@@ -49,6 +51,14 @@ def _product(d, node, dy):
     d.send(x, lambda: product("dx", {"dy": dy, "weight": weight}, x))
 
 
+@gradient("conv_dx")
+def _transposed_conv(d, node, dy):
+    """Of a convolution, whose input gradient the node is."""
+    x, weight = node.inputs["dy"], node.inputs["weight"]
+    d.send(weight, lambda: d.make("conv_dw", {"x": dy, "dy": x}, weight, **node.attrs))
+    d.send(x, lambda: d.make("conv", {"x": dy, "weight": weight}, x, **node.attrs))
+
+
 # of ops of one tensor: op, inputs and attributes of its gradient
 _OF_X: dict[str, Callable] = {
     "act": lambda node, dy: ("act_grad", {"dy": dy, "x": node.inputs["x"]}, node.attrs),
@@ -56,6 +66,7 @@ _OF_X: dict[str, Callable] = {
     "cast": lambda node, dy: ("cast", {"x": dy}, {}),
     "reshape": lambda node, dy: ("reshape", {"x": dy}, {}),
     "upsample": lambda node, dy: ("sum_pool", {"x": dy}, {"window": node.attrs["factor"]}),
+    "fir": lambda node, dy: ("fir", {"x": dy}, adjoint(**node.attrs)),
 }
 
 

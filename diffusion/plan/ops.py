@@ -16,6 +16,7 @@ FORWARD = {
     "mul": "a b, likewise",
     "affine": "scale x + offset, both numbers",
     "upsample": "each pixel becomes a block of `factor` pixels",
+    "fir": "channels filtered by `taps`: `up` with zeros between, `down`, zeros before: `start`",
     "avg_pool": "means over blocks of `window` pixels; fused, their partials",
     "slice": "start to stop along an axis",
     "pad": "zeros before and behind, along each axis",
@@ -37,7 +38,7 @@ NORM = {
 }
 # what backward is made of, beside the above
 BACKWARD = {
-    "conv_dx": "the gradient of x in conv",
+    "conv_dx": "the gradient of x in conv; also a transposed convolution, of x as `dy`",
     "conv_dw": "the gradient of weight in conv",
     "linear_dx": "the gradient of x in linear",
     "linear_dw": "the gradient of weight in linear",

@@ -9,14 +9,16 @@ from .order import not_awaited, readers_of
 
 def casts_together(graph: Graph) -> int:
     """Casts of parameters to one dtype as one node, in front of all, which writes those side by
-    side that a concatenation alone reads, such as q, k and v's; how many nodes less there are."""
+    side that a concatenation alone reads, such as q, k and v's, and filters of one row as those of
+    images; how many nodes less there are."""
     parameters, found = set(graph.parameters.values()), {}
+    before = len(graph.nodes)
+    _images_of_rows(graph, parameters)
     for node in graph.nodes:
         if node.op == "cast" and node.inputs["x"] in parameters:
             found.setdefault(node.out.dtype, []).append(node)
-    before = len(graph.nodes)
     for nodes in found.values():
-        if len(nodes) == 1:
+        if len(nodes) == 1 and nodes[0].out.shape == nodes[0].inputs["x"].shape:
             continue
         numbers = {node.out: i for i, node in enumerate(nodes)}
         cats = _side_by_side(graph, numbers)
@@ -29,6 +31,22 @@ def casts_together(graph: Graph) -> int:
         rest = [node for node in graph.nodes if node not in gone]
         graph.nodes = [Node("casts", inputs, outputs, how, nodes[0].source), *rest]
     return before - len(graph.nodes)
+
+
+def _images_of_rows(graph: Graph, parameters: Collection[Value]) -> None:
+    """Casts give the shape with an axis of one that a reshape alone makes of them."""
+    readers, gone = graph.consumers(), set()
+    for node in graph.nodes:
+        x = node.inputs.get("x")
+        if node.op != "cast" or x not in parameters or len(readers[node.out]) != 1:
+            continue
+        (reshape,) = readers[node.out]
+        if reshape is None or reshape.op != "reshape" or len(reshape.out.shape) != 4:
+            continue
+        if [n for n in reshape.out.shape if n != 1] == [n for n in x.shape if n != 1]:
+            node.outputs = reshape.outputs
+            gone.add(reshape)
+    graph.nodes = [node for node in graph.nodes if node not in gone]
 
 
 def _side_by_side(graph: Graph, casts: Collection[Value]) -> list[Node]:

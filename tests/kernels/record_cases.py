@@ -143,6 +143,7 @@ def _others() -> dict[str, Callable[[], None]]:
         "linear attention": _linear_attention,
         "gated products": _gated,
         "several in one pass": _elementwise,
+        "FIR filters": _fir,
         "sums that a number multiplies": _scaled_sums,
         "parts of a sum through pointers": _parts_through_pointers,
     } | {
@@ -241,6 +242,20 @@ def _elementwise() -> None:
         x, row = torch.empty(shape, dtype=dtype), torch.empty(16, 256, dtype=dtype)
         ops.elementwise([x, row], (ALL, OF_IMAGES), forward, [(4, dtype), (2, dtype)], shape)
         ops.elementwise([x, x], (ALL, ALL), backward, [(3, dtype)], shape)
+
+
+def _fir() -> None:
+    """As NCSN++ has them, which halve and double images, and of images of one channel."""
+    row = (1.0, 3.0, 3.0, 1.0)
+    taps = tuple(tuple(a * b / 64 for b in row) for a in row)
+    for dtype in (torch.bfloat16, torch.float32):
+        x, alone = (
+            torch.empty(64, 32, 32, 128, dtype=dtype),
+            torch.empty(8192, 35, 35, 1, dtype=dtype),
+        )
+        triton_kernels.fused_ops.fir(x, taps, 1, 2, (1, 1), (16, 16))
+        triton_kernels.fused_ops.fir(x, taps, 2, 1, (2, 2), (64, 64))
+        triton_kernels.fused_ops.fir(alone, taps, 1, 1, (0, 0), (32, 32))
 
 
 def _scaled_sums() -> None:

@@ -100,7 +100,7 @@ BY_PYTORCH = {
     "the largest": nn.MaxPool2d(2),
     "windows that overlap": nn.AvgPool2d(3, 2, 1),
     "reflected": nn.ReflectionPad2d(1),
-    "transposed": nn.ConvTranspose2d(8, 8, 4, 2, 1),
+    "transposed, dilated": nn.ConvTranspose2d(8, 8, 4, 2, 1, dilation=2),
     "dilated": nn.Conv2d(8, 8, 3, padding=2, dilation=2),
 }
 

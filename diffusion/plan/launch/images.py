@@ -46,6 +46,11 @@ def _sum_pool(run, node, given):
     return _blocks(given["x"], node.attrs["window"]).sum((2, 4))
 
 
+@launches("fir")
+def _fir(run, node, given):
+    return run.kernels.fir(given["x"].contiguous(), **node.attrs, size=node.out.shape[1:3])
+
+
 @launches("avg_pool_grad")
 def _avg_pool_grad(run, node, given):
     dx, rows = run.kernels.avg_pool_grad(given["dy"], given.get("add"), run.rows_of(node))

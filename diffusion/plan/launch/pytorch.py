@@ -120,6 +120,8 @@ def _casts(run, node, given):
         node.outputs.items(), node.attrs["parts"], strict=True
     ):
         x = xs[first]
+        if not others and x.ndim < len(value.shape):
+            x = xs[first] = x.view(value.shape)
         if others:
             y = torch.empty(value.shape, dtype=value.dtype, device=x.device)
             at = [first, *others]

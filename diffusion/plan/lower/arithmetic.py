@@ -39,7 +39,7 @@ def _arithmetic(low, a, b=-1, *, alpha=1, rounding_mode=None):
         return _affine(low, b, a, 0) if name == "mul" else _affine(low, b, alpha, a)
     if isinstance(b, View):
         b = b if alpha == 1 else _affine(low, b, alpha, 0)
-        return _two(low, "mul" if name == "mul" else "add", a, b, dtype)
+        return two(low, "mul" if name == "mul" else "add", a, b, dtype)
     if name == "div":
         b, name = 1 / b if b else math.copysign(math.inf, b), "mul"
     return _affine(low, a, b, 0) if name == "mul" else _affine(low, a, 1, b * alpha)
@@ -53,8 +53,8 @@ def _addcmul(low, start, a, b, *, value=1):
     if value != 1 or not norms & {a.value, b.value} or not low.meta.dtype.is_floating_point:
         return arithmetic(low, start, a, b, value=value)
     a, b = (b, a) if b.value in norms else (a, b)
-    y = _two(low, "mul", a, b, low.meta.dtype)
-    return _two(low, "add", y, start, low.meta.dtype)
+    y = two(low, "mul", a, b, low.meta.dtype)
+    return two(low, "add", y, start, low.meta.dtype)
 
 
 def _affine(low: Lowering, x: View, scale: float, offset: float) -> View:
@@ -69,8 +69,16 @@ def _power(low: Lowering, x: View, exponent: float) -> View:
     return each(low, "arith", to(low, x), "x0", arguments=(0, ("number", exponent)), **attrs)
 
 
-def _two(low: Lowering, op: str, a: View, b: View, dtype: torch.dtype) -> View:
-    shape = tuple(low.meta.shape)
+def two(
+    low: Lowering,
+    op: str,
+    a: View,
+    b: View,
+    dtype: torch.dtype,
+    shape: tuple[int, ...] | None = None,  # None: that of the call's result
+) -> View:
+    """The sum or product of two tensors."""
+    shape = tuple(low.meta.shape) if shape is None else shape
     a, b = ((_pointless(v, shape)) for v in (a, b))
     if a.shape != shape or any(step == 0 for _, step in a.pieces):
         if b.shape == shape and all(step for _, step in b.pieces):

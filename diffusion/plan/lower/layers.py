@@ -8,10 +8,10 @@ import torch
 
 from ..graph import Value
 from ..norms_by_hand import channel_norm_attributes
-from ..views import View, in_order, whole
-from .arithmetic import arithmetic
+from ..views import Dim, Piece, View, in_order, whole
+from .arithmetic import arithmetic, two
+from .resampled import resampled
 from .shapes import memory_order
-from .sources import source
 from .table import Lowering, each, lowers
 
 ACTIVATIONS = ("relu", "silu", "gelu", "mish")
@@ -20,45 +20,26 @@ ACTIVATIONS = ("relu", "silu", "gelu", "mish")
 @lowers("convolution")
 def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
     given = x, weight, bias, stride, padding, dilation, transposed, more, groups
-    if groups > 1 and (y := _resampled(low, *given)) is not None:
+    if len(x.dims) == 4 and groups == x.shape[1] and (y := resampled(low, *given)) is not None:
         return y
     if transposed and (y := _apart(low, *given)) is not None:
         return y
-    if transposed or groups != 1 or set(dilation) != {1}:
+    if groups != 1 or set(dilation) != {1} or transposed and len(x.dims) == 5:
         return arithmetic(low, *given)  # PyTorch's, over images as the module has them
     if len(x.dims) == 5:
         y = _conv_of_frames(low, x, weight, bias, *(_tuple(n, 3) for n in (stride, padding)))
         return arithmetic(low, *given) if y is None else y
     if len(x.dims) not in (3, 4):
         return arithmetic(low, *given)
-    one_row = len(x.dims) == 3  # of pixels
+    one_row = len(x.dims) == 3  # of pixels, of which a stride over rows leaves one
     if one_row:
         x, weight = x.insert(2), weight.insert(2)
-    strides, zeros = _pair(stride, one_row, 1), _pair(padding, one_row, 0)
-    y = _conv_of_images(low, x.permute((0, 2, 3, 1)), weight, bias, strides, zeros)
+    strides = _tuple(stride, 1) * 2 if one_row else _tuple(stride, 2)
+    zeros = (0, *_tuple(padding, 1)) if one_row else _tuple(padding, 2)
+    of_images = _transposed_conv_of_images if transposed else _conv_of_images
+    y = of_images(low, x.permute((0, 2, 3, 1)), weight, bias, strides, zeros)
     y = y.permute((0, 3, 1, 2))
     return y.drop(2) if one_row else y
-
-
-def _resampled(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
-    """Of each channel by itself, by one number for every pixel of a block: its mean, or transposed
-    what each pixel becomes, times a number. None: it is something else."""
-    window = tuple(weight.shape[2:])
-    alone = len(x.dims) == 4 and weight.shape[:2] == (x.shape[1], 1) and groups == x.shape[1]
-    plain = set((*_pair(padding, False, 0), *_pair(more, False, 0))) == {0} and bias is None
-    if not (alone and plain and _pair(stride, False, 1) == window and set(dilation) == {1}):
-        return None
-    filters = low.numbers(source(weight, low.graph.producers()).value)
-    if filters is None or len(numbers := set(filters.flatten().tolist())) != 1:
-        return None
-    (number,), (n, c, p, q) = numbers, low.meta.shape
-    value = low.cast(low.gather(x.permute((0, 2, 3, 1))), low.meta.dtype)
-    how = {"factor": window} if transposed else {"window": window}
-    op = "upsample" if transposed else "avg_pool"
-    y = whole(low.make(op, {"x": value}, (n, p, q, c), value.dtype, **how))
-    number *= 1 if transposed else math.prod(window)
-    y = y if number == 1 else each(low, "affine", y, scale=number, offset=0)
-    return y.permute((0, 3, 1, 2))
 
 
 def _apart(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
@@ -100,6 +81,24 @@ def _conv_of_images(
     return whole(low.make("conv", low.cast_all(inputs, dtype), (n, p, q, co), dtype, **how))
 
 
+def _transposed_conv_of_images(
+    low: Lowering,
+    x: View,  # [N, P, Q, CI]
+    weight: View,  # [CI, CO, R, S]
+    bias: View | None,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+) -> View:  # [N, H, W, CO]
+    """The input gradient of the convolution from CO to CI channels."""
+    (n, co, *size), dtype = low.meta.shape, low.meta.dtype
+    shape = n, *((1, *size) if len(size) == 1 else size), co
+    (sy, sx), (py, px) = stride, padding
+    inputs = low.cast_all({"dy": low.gather(x), "weight": low.gather(weight)}, dtype)
+    how = {"stride": (sy, sx), "padding": (py, py, px, px)}
+    y = whole(low.make("conv_dx", inputs, shape, dtype, **how))
+    return y if bias is None else two(low, "add", y, bias, dtype, shape)
+
+
 def _conv_of_frames(
     low: Lowering,
     x: View,  # [N, CI, F, H, W]
@@ -127,12 +126,6 @@ def _conv_of_frames(
 def _tuple(given: int | Sequence[int], count: int) -> tuple[int, ...]:
     given = (given,) if isinstance(given, int) else tuple(given)
     return given if len(given) == count else given * count
-
-
-def _pair(given: int | Sequence[int], one_row: bool, of_rows: int) -> tuple[int, int]:
-    if one_row:
-        return of_rows, _tuple(given, 1)[-1]
-    return _tuple(given, 2)
 
 
 def _linear_of(
@@ -322,8 +315,8 @@ def _upsample(low, x, *args, **options):
 
 @lowers("avg_pool2d")
 def _avg_pool(low, x, window, stride=(), padding=0, ceil=False, counts=True, divisor=None):
-    size, step = _pair(window, False, 1), _pair(stride or window, False, 1)
-    plain = len(x.dims) == 4 and step == size and not any(_pair(padding, False, 0))
+    size, step = _tuple(window, 2), _tuple(stride or window, 2)
+    plain = len(x.dims) == 4 and step == size and not any(_tuple(padding, 2))
     if not plain or ceil or divisor is not None:
         return arithmetic(low, x, window, stride, padding, ceil, counts, divisor)
     return _means_of_blocks(low, x, size)
@@ -351,12 +344,38 @@ def _pad(low, x, amounts, value=0):
     pads = [(0, 0)] * len(x.dims)
     for i in range(len(amounts) // 2):
         pads[-1 - i] = tuple(amounts[2 * i : 2 * i + 2])
+    if not any(amounts):
+        return x
+    if any(len(dim) > 1 for dim in x.dims) and (y := _pad_in_pieces(low, x, pads)) is not None:
+        return y
     order = memory_order(low.views.owned(x))
     value = low.gather(x.permute(order))
     pads = tuple(pads[i] for i in order)
     shape = [n + sum(pad) for n, pad in zip(value.shape, pads, strict=True)]
     y = low.make("pad", {"x": value}, shape, value.dtype, pads=pads)
     return in_order(y, shape, order)
+
+
+def _pad_in_pieces(low: Lowering, x: View, pads: list[tuple[int, int]]) -> View | None:
+    """Where the pieces of dimensions lie, such as those of images and channels that are one
+    dimension. None: a dimension with zeros around it has several."""
+    x = low.views.owned(x)
+    axes: list[tuple[int, Piece, tuple[int, int]]] = []  # of which dimension each is, and its zeros
+    for at, (dim, pad) in enumerate(zip(x.dims, pads, strict=True)):
+        if pad != (0, 0) and len(dim) > 1:
+            return None
+        before = axes[-1][1][1] if axes else 0  # one of length 1 goes behind the one before it
+        axes += [(at, piece, pad) for piece in (dim if dim or pad == (0, 0) else ((1, before),))]
+    order = sorted(range(len(axes)), key=lambda i: -axes[i][1][1])
+    pieces = [axes[i][1] for i in order]
+    dims = tuple((piece,) if piece[0] != 1 else () for piece in pieces)
+    value, pads = low.gather(View(x.value, dims, x.offset)), tuple(axes[i][2] for i in order)
+    shape = [n + sum(pad) for n, pad in zip(value.shape, pads, strict=True)]
+    y = whole(low.make("pad", {"x": value}, shape, value.dtype, pads=pads))
+    made: list[Dim] = [()] * len(x.dims)
+    for i, dim in sorted(zip(order, y.dims, strict=True)):
+        made[axes[i][0]] += dim
+    return View(y.value, tuple(made))
 
 
 @lowers("embedding")

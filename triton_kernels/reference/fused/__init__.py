@@ -55,7 +55,7 @@ from .norms import (
 )
 from .one_launch_norms import norm_of_sums, norm_single_cta
 from .parts import conv_split, resample_parts, sum_parts
-from .resample import avg_pool, avg_pool_grad, upsample, upsample_grad
+from .resample import avg_pool, avg_pool_grad, fir, upsample, upsample_grad
 from .skip import skip_backward, skip_dx
 from .sums import RowSums, bias_grad, linear_grads, tensor_rows
 from .upsampled import (

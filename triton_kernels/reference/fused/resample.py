@@ -1,4 +1,7 @@
-"""2x2 means and 2x2 blocks, and their gradients."""
+"""2x2 means and 2x2 blocks, and their gradients; FIR filters."""
+
+import torch
+import torch.nn.functional as F
 
 from ... import reference
 from .norms import operand, tensor_partials
@@ -26,3 +29,18 @@ def upsample(x, tf32=False):
 def upsample_grad(dy, tf32=False):
     """Its input gradient."""
     return operand(reference.avg_pool2d(dy) * 4, tf32)
+
+
+def fir(x, taps, up, down, start, size):
+    """Each channel filtered, with `up` - 1 zeros behind each pixel and `start` zeros before the
+    first: one pixel of `down`, `size` in all."""
+    (n, h, w, c), (p, q), (top, left) = x.shape, size, start
+    z = x.new_zeros((n, c, h, up, w, up))
+    z[:, :, :, 0, :, 0] = x.permute(0, 3, 1, 2)
+    below = (p - 1) * down + len(taps) - top - h * up
+    right = (q - 1) * down + len(taps[0]) - left - w * up
+    z = F.pad(z.view(n, c, h * up, w * up), (left, right, top, below))
+    exact = torch.promote_types(x.dtype, torch.float32)
+    filters = torch.tensor(taps, dtype=exact, device=x.device).expand(c, 1, -1, -1)
+    y = F.conv2d(z.to(exact), filters, stride=down, groups=c)
+    return y.permute(0, 2, 3, 1).to(x.dtype).contiguous()

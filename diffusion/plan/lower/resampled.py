@@ -1,0 +1,108 @@
+"""Convolutions of each channel by itself, by known numbers that are the same for all: means of
+blocks, copies of pixels, and FIR filters (`triton_kernels.resample.fir`), with the zeros that other
+code puts between and around pixels before it.
+"""
+
+import math
+
+import torch
+
+from ..graph import Value
+from ..views import View, length, whole
+from .sources import source
+from .table import Lowering, each
+
+
+def resampled(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
+    """Where it is one number for every pixel of a block, its mean, or transposed what each pixel
+    becomes, times a number; else a FIR filter. None: it is something else."""
+    (c, one, r, s), (_, co, p, q) = weight.shape, low.meta.shape
+    step, zeros = _pair(stride), _pair(padding)
+    if (one, c, co) != (1, groups, groups) or bias is not None or set(dilation) != {1}:
+        return None
+    taps = _numbers(low, weight)
+    if taps is None or step[0] != step[1]:
+        return None
+    images, channels = _apart(x) if c == 1 else (x.dims[0], x.dims[1])
+    value = low.gather(View(x.value, (images, x.dims[2], x.dims[3], channels), x.offset))
+    shape, dtype, number = (length(images), p, q, length(channels)), low.meta.dtype, taps[0][0]
+    if step == (r, s) and not any((*zeros, *more)) and {n for row in taps for n in row} == {number}:
+        op, how = ("upsample", "factor") if transposed else ("avg_pool", "window")
+        y = low.make(op, {"x": low.cast(value, dtype)}, shape, dtype, **{how: (r, s)})
+        number *= 1 if transposed else r * s
+        y = whole(y) if number == 1 else each(low, "affine", whole(y), scale=number, offset=0)
+    elif transposed:
+        taps = tuple(row[::-1] for row in taps[::-1])
+        how = {"up": step[0], "down": 1, "start": (r - 1 - zeros[0], s - 1 - zeros[1])}
+        y = whole(low.make("fir", {"x": low.cast(value, dtype)}, shape, dtype, taps=taps, **how))
+    else:
+        value, up, start = _without_zeros(low, value, zeros)
+        how = {"up": up, "down": step[0], "start": start}
+        y = whole(low.make("fir", {"x": low.cast(value, dtype)}, shape, dtype, taps=taps, **how))
+    images, p, q, channels = y.dims
+    return View(y.value, (images + channels, (), p, q) if c == 1 else (images, channels, p, q))
+
+
+def _pair(given: int | list[int]) -> tuple[int, ...]:
+    given = (given,) if isinstance(given, int) else tuple(given)
+    return given if len(given) == 2 else given * 2
+
+
+def _numbers(low: Lowering, weight: View) -> tuple[tuple[float, ...], ...] | None:
+    """Those of the filter [R, S] that all channels have, as they are multiplied; None: they are not
+    known, or not the same."""
+    c, _, r, s = weight.shape
+    filters = source(weight, low.graph.producers())
+    numbers = low.numbers(filters.value)
+    if numbers is None:
+        return None
+    sizes, steps = ([piece[i] for piece in filters.pieces] for i in (0, 1))
+    numbers = numbers.contiguous().as_strided(sizes, steps, filters.offset).reshape(c, r, s)
+    if bool((numbers != numbers[:1]).any()):
+        return None
+    return tuple(map(tuple, numbers[0].to(low.meta.dtype).to(torch.float64).tolist()))
+
+
+def _apart(x: View) -> tuple[tuple, tuple]:
+    """Images and channels of images of one channel each: channels lie within a pixel."""
+    pixel = min((step for dim in x.dims[2:] for _, step in dim), default=math.inf)
+    inner = tuple(piece for piece in x.dims[0] if piece[1] < pixel)
+    outer = x.dims[0][: len(x.dims[0]) - len(inner)]
+    return (outer, inner) if outer + inner == x.dims[0] else (x.dims[0], ())
+
+
+def _without_zeros(
+    low: Lowering, value: Value, start: tuple[int, int]
+) -> tuple[Value, int, tuple[int, int]]:
+    """The image [N, H, W, C] before zeros were put around and between its pixels, how far apart it
+    was put, and the zeros above and left of it."""
+    makers, x = low.graph.producers(), value
+    while (node := makers.get(x)) is not None and node.op in ("pad", "cast", "reshape"):
+        behind = node.inputs["x"]
+        if node.op == "pad":
+            pads = node.attrs["pads"]
+            if len(pads) != 4 or pads[0] != (0, 0) or pads[3] != (0, 0):
+                return value, 1, start
+            start = start[0] + pads[1][0], start[1] + pads[2][0]
+            value = behind
+        elif node.op == "cast" and x.dtype != low.meta.dtype:
+            return value, 1, start
+        elif node.op == "reshape" and x.shape != behind.shape:
+            spread = makers.get(behind)
+            up = None if spread is None or spread.op != "pad" else _between(spread.attrs["pads"])
+            if up is None or len(x.shape) != 4:
+                return value, 1, start
+            n, h, _, w, _, c = spread.inputs["x"].shape
+            if x.shape != (n, h * up, w * up, c):
+                return value, 1, start
+            image = low.views.gather(whole(spread.inputs["x"]), (n, h, w, c))
+            return image, up, start
+        x = behind
+    return value, 1, start
+
+
+def _between(pads: tuple[tuple[int, int], ...]) -> int | None:
+    """How far apart zeros behind rows and columns put pixels, of [N, H, 1, W, 1, C]."""
+    up = pads[2][1] + 1 if len(pads) == 6 else 1
+    behind = (0, up - 1)
+    return up if pads == ((0, 0), (0, 0), behind, (0, 0), behind, (0, 0)) else None

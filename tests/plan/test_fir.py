@@ -1,0 +1,104 @@
+"""Convolutions of channels by known numbers are FIR filters; those of blocks, means and copies."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from diffusion.plan.trace import trace
+from tests.plan.test_transposed import BUDGET, difference
+
+SMOOTH = torch.outer(torch.tensor([1.0, 3.0, 3.0, 1.0]), torch.tensor([1.0, 2.0, 3.0, 2.0])) / 64
+
+
+class Filtered(nn.Module):
+    """Each channel, as NVIDIA's EDM has it, or as an image of its own, as StyleGAN2's ops have."""
+
+    def __init__(self, filters: Tensor, transposed=False, alone=False, **how) -> None:
+        super().__init__()
+        self.register_buffer("filters", filters)
+        self.first, self.how = nn.Conv2d(4, 4, 1), how
+        self.transposed, self.alone = transposed, alone
+
+    def forward(self, x):
+        x = self.first(x)
+        filters = self.filters[None, None].to(x.dtype)
+        if self.alone:
+            y = F.conv2d(x.reshape(-1, 1, *x.shape[2:]), filters, **self.how)
+            return y.reshape(*x.shape[:2], *y.shape[2:])
+        op = F.conv_transpose2d if self.transposed else F.conv2d
+        return op(x, filters.tile(x.shape[1], 1, 1, 1), groups=x.shape[1], **self.how)
+
+
+@pytest.mark.parametrize(
+    ("op", "filters", "how"),
+    [
+        ("fir", SMOOTH, {"stride": 2, "padding": 1}),
+        ("fir", SMOOTH, {"stride": 1, "padding": 1}),
+        ("fir", SMOOTH, {"stride": 2, "padding": 1, "transposed": True}),
+        ("fir", SMOOTH, {"stride": 2, "output_padding": 1, "transposed": True}),
+        ("fir", SMOOTH, {"stride": 3, "transposed": True}),
+        ("fir", SMOOTH, {"padding": 2, "alone": True}),
+        ("fir", SMOOTH, {"stride": 2, "padding": 1, "alone": True}),
+        ("fir", torch.ones(2, 2), {"stride": 2, "padding": 1}),
+        ("avg_pool", torch.ones(2, 2) / 4, {"stride": 2}),
+        ("upsample", torch.ones(2, 2), {"stride": 2, "transposed": True}),
+    ],
+)
+def test_of_known_numbers(op, filters, how):
+    module, x = Filtered(filters, **how), torch.randn(2, 4, 8, 7)
+    ops = trace(module, (x,)).graph.count()
+    assert ops[op] == 1 and not {"conv", "conv_dx", "arith"} & set(ops)
+    assert difference(module, x) < BUDGET
+
+
+@pytest.mark.parametrize("stride", [2, (1, 2)])
+def test_others_are_not(stride):
+    """Filters of their own for each channel, or a stride of their own for rows."""
+    each = torch.stack([SMOOTH * k for k in range(1, 5)]) if stride == 2 else SMOOTH.expand(4, 4, 4)
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("filters", each[:, None].clone())
+            self.first = nn.Conv2d(4, 4, 1)
+
+        def forward(self, x):
+            return F.conv2d(self.first(x), self.filters, stride=stride, groups=4)
+
+    x = torch.randn(2, 4, 8, 7)
+    assert "fir" not in trace(Own(), (x,)).graph.count()
+    assert difference(Own(), x) < BUDGET
+
+
+class Spread(nn.Module):
+    """Zeros between and around pixels, a filter over channels that are images, and every so many
+    pixels of that, as StyleGAN2's ops do it without kernels of their own."""
+
+    def __init__(self, up: int, down: int, before: int, behind: int) -> None:
+        super().__init__()
+        self.up, self.down, self.pads = up, down, (before, behind) * 2
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(2))
+
+    def forward(self, x):
+        x = self.convs[0](x)
+        n, c, h, w = x.shape
+        z = F.pad(x.reshape(-1, h, 1, w, 1, 1), (0, 0, 0, self.up - 1, 0, 0, 0, self.up - 1))
+        z = F.pad(z.view(-1, h * self.up, w * self.up, 1), (0, 0, *self.pads))
+        y = F.conv2d(z.permute(0, 3, 1, 2), torch.tensor(SMOOTH.tolist()).to(x)[None, None])
+        y = y.permute(0, 2, 3, 1)[:, :: self.down, :: self.down]
+        return self.convs[1](y.reshape(n, c, *y.shape[1:3]))
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "before", "behind"),
+    [(1, 1, 2, 1), (2, 1, 2, 1), (1, 2, 1, 1), (3, 1, 0, 4), (2, 3, 2, 2)],
+)
+def test_zeros_and_what_is_left_out_belong_to_the_filter(up, down, before, behind):
+    module, x = Spread(up, down, before, behind), torch.randn(2, 4, 8, 7)
+    graph = trace(module, (x,)).graph
+    (fir,) = (node for node in graph.nodes if node.op == "fir")
+    assert (fir.attrs["up"], fir.attrs["down"]) == (up, down) and fir.out.shape[3] == 4
+    assert fir.attrs["start"] == (before, before) and "pad" not in graph.count()
+    assert graph.count()["layout"] == 2, "of the input and the output"
+    assert difference(module, x) < BUDGET
