@@ -137,7 +137,7 @@ def empty(device):
     ("change", "message"),
     [
         ({"losses": torch.zeros(3).half()}, "losses is torch.float16"),
-        ({"losses": torch.zeros(6)[::2]}, r"losses is .*, stride \(2,\)"),
+        ({"losses": torch.zeros(6)[::2]}, r"losses is .* with stride \(2,\)"),
         ({"t": torch.zeros(3)}, "t is torch.float32"),
         ({"t": torch.zeros(4, dtype=torch.int64)}, r"t has shape \(4,\); expected \(3,\)"),
         ({"counts": torch.zeros(4, dtype=torch.int32)}, r"counts has shape \(4,\)"),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..noise.philox import check_rng
-from ..runtime.layout import check_device, check_nhwc, check_shape
+from ..runtime.layout import check_contiguous, check_device, check_nhwc, check_shape
 
 
 def check_batch(images: Tensor, index: Tensor | None, flip: Tensor | None) -> int:
@@ -58,7 +58,4 @@ def check_table(name: str, table: Tensor, columns: int) -> None:
 
 def _check_vector(name: str, x: Tensor | None, n: int, dtype: torch.dtype) -> None:
     check_shape(name, x, n)
-    if x is not None and (x.dtype != dtype or not x.is_contiguous()):
-        raise ValueError(
-            f"{name} is {x.dtype} with stride {x.stride()}; expected contiguous {dtype}"
-        )
+    check_contiguous(name, x, dtype)

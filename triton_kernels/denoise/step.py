@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..noise.philox import KNOWN, REVERSE, check_rng, normals
 from ..runtime.dependent_launch import await_inputs, overlapping
-from ..runtime.layout import check_nhwc, check_shape
+from ..runtime.layout import check_contiguous, check_nhwc, check_shape
 from ..runtime.library import op
 from .checks import check_channels, check_table
 from .chunks import BLOCK, NUM_WARPS, first_channels, locate
@@ -242,21 +242,13 @@ def denoise_step(
     check_channels(output, *x.shape)
     _check_pixels("output", output)
     check_table("table", table, 8)
-    if row.dtype != torch.int64 or row.shape != (1,):
-        raise ValueError(f"row is {row.dtype} of shape {tuple(row.shape)}; expected int64 [1]")
+    _check_number("row", row)
     check_rng(rng)
     first_on_device = None
     if isinstance(first, Tensor):
-        if first.dtype != torch.int64 or first.shape != (1,):
-            raise ValueError(
-                f"first is {first.dtype} of shape {tuple(first.shape)}; expected int64 [1]"
-            )
+        _check_number("first", first)
         first, first_on_device = 0, first
-    if memory is not None:
-        check_nhwc("memory", memory)
-        check_shape("memory", memory, *x.shape)
-        if memory.dtype != torch.float32:
-            raise ValueError(f"memory is {memory.dtype}; expected float32")
+    _check_float32("memory", memory, *x.shape)
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; expected a positive number or None")
     _check_guidance(x, negative, scales, rescale, len(table))
@@ -302,7 +294,11 @@ def _check_known(
         _check_float32("levels", levels, rows, 2)
 
 
-def _check_float32(name: str, x: Tensor, *shape: int) -> None:
+def _check_float32(name: str, x: Tensor | None, *shape: int) -> None:
     check_shape(name, x, *shape)
-    if x.dtype != torch.float32 or not x.is_contiguous():
-        raise ValueError(f"{name} is {x.dtype}, stride {x.stride()}; expected contiguous float32")
+    check_contiguous(name, x, torch.float32)
+
+
+def _check_number(name: str, x: Tensor) -> None:
+    if x.dtype != torch.int64 or x.shape != (1,):
+        raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}; expected int64 [1]")

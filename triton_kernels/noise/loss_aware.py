@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.device import is_rehearsal
-from ..runtime.layout import check_device, check_shape
+from ..runtime.layout import check_contiguous, check_device, check_shape
 from ..runtime.library import op
 from .draw import first_words
 from .philox import BLOCK, TIMESTEP, check_rng
@@ -140,10 +140,7 @@ def record_losses(
         ("history", history, torch.float32),
         ("counts", counts, torch.int32),
     ):
-        if x.dtype != dtype or not x.is_contiguous():
-            raise ValueError(
-                f"{name} is {x.dtype}, stride {x.stride()}; expected contiguous {dtype}"
-            )
+        check_contiguous(name, x, dtype)
     if history.ndim != 2 or not 0 < history.shape[1] <= MOST_TIMESTEPS or history.shape[0] < 1:
         raise ValueError(
             f"history has shape {tuple(history.shape)}; expected [H, T], T at most {MOST_TIMESTEPS}"

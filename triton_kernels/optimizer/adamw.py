@@ -26,7 +26,7 @@ from torch import Tensor
 from ..reductions.last_program import is_last, sum_of_parts, zero_counters
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
-from ..runtime.layout import check_device, check_shape
+from ..runtime.layout import check_contiguous, check_device, check_shape
 from ..runtime.library import op
 from ..tf32 import as_operand
 
@@ -272,11 +272,6 @@ def adamw_step(
 
 
 def _check_flat(name: str, x: Tensor, size: int, *dtypes: torch.dtype) -> None:
-    dtypes = dtypes or (torch.float32,)
     check_device(name, x)
     check_shape(name, x, size)
-    if x.dtype not in dtypes or not x.is_contiguous():
-        names = " or ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(
-            f"{name} is {x.dtype} with stride {x.stride()}; expected contiguous {names}"
-        )
+    check_contiguous(name, x, *(dtypes or (torch.float32,)))

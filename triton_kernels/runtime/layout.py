@@ -45,6 +45,15 @@ def check_shape(name: str, x: Tensor | None, *shape: int) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}")
 
 
+def check_contiguous(name: str, x: Tensor | None, *dtypes: torch.dtype) -> None:
+    """Raise ValueError unless `x` is absent, or contiguous and of one of these dtypes."""
+    if x is not None and (x.dtype not in dtypes or not x.is_contiguous()):
+        names = " or ".join(map(str, dtypes))
+        raise ValueError(
+            f"{name} is {x.dtype} with stride {x.stride()}; expected contiguous {names}"
+        )
+
+
 def check_second(x2: Tensor | None, n: int, h: int, w: int) -> int:
     """The channels of what stands behind x1 [N, H, W, .] in a concatenation, 0 if it is absent.
     Raise ValueError unless `x2` is then contiguous [N, H, W, .]."""
