@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from ..graph import PlanError
 from ..trees import flatten
@@ -52,6 +52,13 @@ def refuse_changes(leaves: list[Any], spec: pytree.TreeSpec, given: tuple) -> No
     now, spec_now = flatten(given)
     if spec_now != spec or any(a is not b for a, b in zip(now, leaves, strict=True)):
         raise PlanError("the module changes a list, a dict or a dataclass among its arguments")
+
+
+def refuse_replaced(before: dict[str, Tensor], now: dict[str, Tensor]) -> None:
+    """Of a parameter or buffer, in whose place the forward pass has put another tensor."""
+    for place, x in before.items():
+        if now[place] is not x:
+            raise PlanError(f"the module sets {place} in its forward; write to it, as by `copy_`")
 
 
 def places_of(module: nn.Module) -> dict[str, str]:

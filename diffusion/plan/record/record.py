@@ -30,6 +30,7 @@ from .module import (
     places_of,
     refuse_changes,
     refuse_parts,
+    refuse_replaced,
     refuse_silent_hooks,
 )  # fmt: skip
 from .notes import Notes, Shapes
@@ -123,11 +124,7 @@ def _record(
             found.left = left_in(attributes, functions.inner)
             found.beside = [functions.inner(x) for x in beside()]
             found.made = functions.forget()
-            for place, x in before.items():  # in which the call leaves what is there behind it
-                if states[place] is not x:
-                    raise PlanError(
-                        f"the module sets {place} in its forward; write to it, as by `copy_`"
-                    )
+            refuse_replaced(before, states)  # in which the call leaves what is there behind it
             refuse_changes(leaves, spec, (args, kwargs))
             made, result_spec = flatten(result)
             return _tensors_of(made)
@@ -140,10 +137,8 @@ def _record(
             except (ValueError, TypeError, PlanError, ByDevice):
                 raise
             except Exception as error:
-                why = f"{type(module).__name__} cannot be traced: {_reason(error)}"
-                raise PlanError(
-                    f"{why} ({notes.lines.of_error(error, sys._getframe())})"
-                ) from error
+                what, where = type(module).__name__, notes.lines.of_error(error, sys._getframe())
+                raise PlanError(f"{what} cannot be traced: {_reason(error)} ({where})") from error
     return found
 
 
