@@ -1,16 +1,13 @@
 """The launches of a plan, recorded before its first call on a GPU, so that many processes compile
 its kernels and not one: a network has more than a hundred, each of which takes a second or more."""
 
-import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from triton_kernels.runtime.device import Device
-from triton_kernels.runtime.launch_recorder import Launch, compiled_for, noting_launches
+from triton_kernels.runtime.launch_recorder import Launch, rehearsal
 
 from .build import Plan
 from .execute import Streams, run_moves
@@ -23,16 +20,7 @@ _HOST, _META = torch.device("cpu"), torch.device("meta")
 def launches_of(made: Plan, tensors: Sequence[Tensor], gpu: Device) -> list[Launch]:
     """Those of both passes, for such inputs and parameters on a GPU. Nothing is launched: tensors
     are the host's, whose memory nobody writes, and PyTorch's own kernels see shapes alone."""
-    graph, back, mine = made.graph, made.backward, threading.get_ident()
-    found: dict[tuple, Launch] = {}
-    launched = JITFunction.run
-
-    def note(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if threading.get_ident() != mine:  # another thread's launch is made
-            return launched(self, *args, grid=grid, warmup=warmup, **options)
-        found.setdefault(compiled_for(self, args, options), Launch(self, args, options))
-        return None
-
+    graph, back = made.graph, made.backward
     starts = [*graph.inputs, *graph.parameters.values(), *graph.constants]
     there = [*tensors, *graph.constants.values()]
     values = {v: _like(x, _HOST) for v, x in zip(starts, there, strict=True)}
@@ -44,13 +32,13 @@ def launches_of(made: Plan, tensors: Sequence[Tensor], gpu: Device) -> list[Laun
         shapes = {v: _like(values[v], _META) for v in node.inputs.values() if v is not None}
         return {v: _like(x, _HOST) for v, x in run(node, shapes).items()}
 
-    with noting_launches(gpu, note), torch.no_grad():
+    with rehearsal(gpu) as launches, torch.no_grad():
         run_moves(made.schedule.forward, values, streams, launch)
         if back is not None:
             for seed in back.seeds.values():
                 values[seed] = torch.empty(seed.shape, dtype=seed.dtype)
             run_moves(made.schedule.backward, values, streams, launch)
-    return list(found.values())
+    return launches
 
 
 def _like(x: Tensor, device: torch.device) -> Tensor:

@@ -5,7 +5,6 @@ the launcher does. `DryRun` visits nodes like `execute.run`, with tensors on the
 which have shapes but no memory, and launches no kernel.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,35 +15,25 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from triton_kernels.registry.search import paused
-from triton_kernels.runtime.device import Device, standing_for
+from triton_kernels.runtime.device import Device
+from triton_kernels.runtime.launch_recorder import noting_launches
 
 from .graph import Graph, Node, Value
 
 META = torch.device("meta")
-_one_at_a_time = threading.RLock()  # or a thread would put back what another has put there
 
 
 @contextmanager
 def nothing_launched(gpu: Device) -> Iterator[None]:
     """Within the block this thread launches no kernel, and launchers take any tensor for one of
     this GPU."""
-    mine = threading.get_ident()
 
-    def skipping(run: Callable) -> Callable:
-        def skipped(self: Any, *args: Any, **options: Any) -> Any:
-            return None if threading.get_ident() == mine else run(self, *args, **options)
+    def nothing(*args: Any, **options: Any) -> None:
+        pass
 
-        return skipped
-
-    with _one_at_a_time, standing_for(gpu), paused(), torch.no_grad():
-        before = {kind: kind.run for kind in (JITFunction, InterpretedFunction)}
-        for kind, run in before.items():
-            kind.run = skipping(run)
-        try:
+    with noting_launches(gpu, nothing, (JITFunction, InterpretedFunction)), paused():
+        with torch.no_grad():
             yield
-        finally:
-            for kind, run in before.items():
-                kind.run = run
 
 
 class DryRun:

@@ -15,6 +15,7 @@ where the process that launches them finds them.
 Results of PyTorch's own ops on such unwritten tensors are meaningless.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from .device import Device, standing_for
+
+_one_at_a_time = threading.RLock()  # or a thread would put back what another has put there
 
 
 class Launch(NamedTuple):
@@ -57,15 +60,29 @@ def rehearsal(gpu: Device) -> Iterator[list[Launch]]:
 
 
 @contextmanager
-def noting_launches(gpu: Device, note: Callable[..., None]) -> Iterator[None]:
-    """Within the block `note` is called in the place of every launch, as `JITFunction.run` is."""
-    run = JITFunction.run
-    JITFunction.run = note
-    try:
-        with standing_for(gpu):
+def noting_launches(
+    gpu: Device, note: Callable[..., None], kinds: tuple[type, ...] = (JITFunction,)
+) -> Iterator[None]:
+    """Within the block `note` is called in the place of this thread's launches, as the `run` of
+    these kinds of kernels is; those of other threads are made."""
+    mine = threading.get_ident()
+
+    def noting(run: Callable) -> Callable:
+        def noted(self: Any, *args: Any, **options: Any) -> Any:
+            called = note if threading.get_ident() == mine else run
+            return called(self, *args, **options)
+
+        return noted
+
+    with _one_at_a_time, standing_for(gpu):
+        before = {kind: kind.run for kind in kinds}
+        for kind, run in before.items():
+            kind.run = noting(run)
+        try:
             yield
-    finally:
-        JITFunction.run = run
+        finally:
+            for kind, run in before.items():
+                kind.run = run
 
 
 def compiled_for(kernel: JITFunction, args: tuple, options: dict[str, Any]) -> tuple:
