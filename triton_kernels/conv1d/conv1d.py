@@ -23,7 +23,7 @@ Layout: [N, C, T] within the network, float32, in batches as views of [N, T, C];
 ends.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -73,7 +73,7 @@ def conv_stage(
     n, c, t = activation.shape
     device = conv.weight.device
     slices, blocks, tiles, bm, cg = conv.weight.shape
-    co, to = conv.out_channels, conv.out_length(t)
+    to = conv.out_length(t)
     last = _channels_last(activation, skip, batched)
     kept = _new(conv.weight, (n, c, t), last) if keep else None
     pointers, numbers, shape = _input_arguments(activation, kept, skip, cg)
@@ -88,15 +88,12 @@ def conv_stage(
     if config is None:
         config = select(CONV_STAGE, spec, describe(device)).config
     if isinstance(config, Alone):
-        partial = _new(conv.weight, (slices, n, co, to))
-        side = _new(conv.weight, (slices, n, co, t)) if conv.side else None
-        programs = slices * blocks
-        conv1d_stage_kernel[(programs, n)](
+        partial, side = _new_sums(conv, slices, n, t)
+        conv1d_stage_kernel[(slices * blocks, n)](
             *pointers, conv.weight, partial, side, *numbers,
-            TO=to, CO=co, BTO=_positions(t if conv.transposed else to), BM=bm, TAPS=conv.taps,
-            WIDEST=conv.widest,
-            STRIDE=conv.stride, TRANSPOSED=conv.transposed, PRECISION=precision, **shape,
-            **options, num_warps=_NUM_WARPS, **_MANY_LOADS,
+            TO=to, CO=conv.out_channels, BTO=_positions(t if conv.transposed else to), BM=bm,
+            TAPS=conv.taps, WIDEST=conv.widest, STRIDE=conv.stride, TRANSPOSED=conv.transposed,
+            PRECISION=precision, **shape, **options, num_warps=_NUM_WARPS, **_MANY_LOADS,
         )  # fmt: skip
         return Outcome(partial, side, kept)
     is_whole = isinstance(config, whole.Cut)
@@ -107,21 +104,44 @@ def conv_stage(
         num_warps=_NUM_WARPS, **_MANY_LOADS,
     )  # fmt: skip
     splits = whole.splits(spec, config) if is_whole else slices * cg // config.channels
-    partial = _new(conv.weight, (splits, n, co, to), last=True)
-    side = _new(conv.weight, (splits, n, co, t), last=True) if conv.side else None
+    partial, side = _new_sums(conv, splits, n, t, last=True)
     if is_whole:
         results = partial.mT, side if side is None else side.mT
         whole.launch(a, conv.by_tap, *results, spec, config, overlap=options["PDL"])
-        return Outcome(partial, side, kept)
+    else:
+        _multiply(config, a, conv, partial, side, PRECISION=precision, **options)
+    return Outcome(partial, side, kept)
+
+
+def _multiply(
+    config: "Tile",
+    a: Tensor,  # [N, T, C]
+    conv: Conv,
+    partial: Tensor,  # as `Outcome` has them, to be written
+    side: Tensor | None,
+    **options: Any,
+) -> None:
+    """The partial sums of a convolution of an activation that is there."""
+    n, t, c = a.shape
+    splits, _, co, to = partial.shape
+    _, blocks, _, bm, cg = conv.weight.shape
     positions = n * (t if conv.transposed else to)
     programs = blocks * bm // config.rows * triton.cdiv(positions, config.positions)
     conv1d_multiply_kernel[(programs, splits, 1 + conv.side)](
-        a, conv.weight, partial, side, n, C=slices * cg, T=t, TO=to, CO=co, CG=cg, BM=bm,
+        a, conv.weight, partial, side, n, C=c, T=t, TO=to, CO=co, CG=cg, BM=bm,
         ROWS=config.rows, BN=config.positions, BK=config.depth, TAPS=conv.taps, WIDEST=conv.widest,
         STRIDE=conv.stride, TRANSPOSED=conv.transposed, CHANNELS=config.channels,
-        PRECISION=precision, **options, num_warps=config.num_warps, num_stages=config.num_stages,
+        **options, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    return Outcome(partial, side, kept)
+
+
+def _new_sums(
+    conv: Conv, splits: int, n: int, t: int, last: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Where the partial sums of rows of t positions go, and those of a 1x1 convolution beside."""
+    shape = splits, n, conv.out_channels
+    partial = _new(conv.weight, (*shape, conv.out_length(t)), last)
+    return partial, _new(conv.weight, (*shape, t), last) if conv.side else None
 
 
 def _new(like: Tensor, shape: tuple[int, ...], last: bool = False) -> Tensor:

@@ -40,7 +40,7 @@ def _conv_split(run, node, given):
     return run.kernels.conv_split(*operands, extra=extra(given), **how)
 
 
-def _split(node, given: Inputs, prefix: str = "", shape=None) -> SplitConv:
+def _split(node, given: Inputs, prefix: str = "") -> SplitConv:
     y = node.outputs.get("y")
     roles = ("bias", "extra_bias", "emb", "residual")
     added = {role: given.get(f"{prefix}{role}") for role in roles}

@@ -245,36 +245,34 @@ def _shaped(given: Inputs, grads: dict[str, Tensor]) -> dict[str, Tensor]:
     return {role: grad.reshape(given[role].shape).contiguous() for role, grad in grads.items()}
 
 
-def _heads(x: Tensor, heads: int) -> Tensor:
-    """[N, ..., C] as [N, heads, T, d]"""
-    return x.reshape(x.shape[0], -1, heads, x.shape[-1] // heads).transpose(1, 2)
+def _by_heads(node: Node, given: Inputs) -> list[Tensor]:
+    """q, k and v [N, T or L, heads, d], as they lie."""
+    heads = node.attrs["heads"]
+    if "qkv" not in given:
+        k, v = given["kv"].chunk(2, -1) if "kv" in given else (given["k"], given["v"])
+        parts = given["q"], k, v
+        return [x.flatten(1, -2).unflatten(-1, (heads, -1)) for x in parts]
+    qkv = given["qkv"].flatten(1, -2)
+    if node.attrs.get("order", "qkv_heads") == "qkv_heads":
+        return list(qkv.unflatten(-1, (3, heads, -1)).unbind(2))
+    return list(qkv.unflatten(-1, (heads, 3, -1)).unbind(3))
 
 
-def _attend(node: Node, given: Inputs) -> Tensor:
+def _attend(node: Node, given: Inputs) -> Tensor:  # [N, T, C]
     """By PyTorch, of any scale and heads."""
-    heads, scale = node.attrs["heads"], node.attrs["scale"]
-    if "qkv" in given:
-        qkv = given["qkv"].flatten(1, -2)
-        shape = (*given["qkv"].shape[:-1], qkv.shape[-1] // 3)
-        if node.attrs.get("order", "qkv_heads") == "qkv_heads":
-            q, k, v = (_heads(x, heads) for x in qkv.chunk(3, -1))
-        else:
-            q, k, v = qkv.unflatten(-1, (heads, 3, -1)).permute(3, 0, 2, 1, 4)
-    else:
-        parts = given["kv"].chunk(2, -1) if "kv" in given else (given["k"], given["v"])
-        q, k, v = (_heads(x, heads) for x in (given["q"], *parts))
-        shape = given["q"].shape
+    q, k, v = (x.transpose(1, 2) for x in _by_heads(node, given))
     mask = given.get("mask")  # [N, L]
     seen = None if mask is None else mask[:, None, None]
+    scale = node.attrs["scale"]
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-    return o.transpose(1, 2).reshape(shape)
+    return o.transpose(1, 2).flatten(2)
 
 
 def _attention_grad_by_autograd(run: Launcher, node: Node, given: Inputs) -> dict[str, Tensor]:
     with torch.enable_grad():
         leaves = {role: leaf(given[role]) for role in PARTS if role in given}
         o = _attend(node, given | leaves)
-    grads = torch.autograd.grad(o, list(leaves.values()), given["dy"])
+    grads = torch.autograd.grad(o, list(leaves.values()), given["dy"].reshape(o.shape))
     made = dict(zip(leaves, grads, strict=True))
     if "rows" in node.outputs:
         made["rows"] = run.kernels.tensor_rows(made["qkv"], run.sums)
@@ -282,17 +280,6 @@ def _attention_grad_by_autograd(run: Launcher, node: Node, given: Inputs) -> dic
 
 
 # --- linear attention -----------------------------------------------------------------------------
-
-
-def _images(given: Inputs, node: Node) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [N, T, heads, d], as they lie."""
-    heads = node.attrs["heads"]
-    if "qkv" not in given:
-        return tuple(given[role].flatten(1, -2).unflatten(-1, (heads, -1)) for role in "qkv")
-    qkv = given["qkv"].flatten(1, -2)
-    if node.attrs["order"] == "qkv_heads":
-        return qkv.unflatten(-1, (3, heads, -1)).unbind(2)
-    return qkv.unflatten(-1, (heads, 3, -1)).unbind(3)
 
 
 def _memory(given: Inputs, heads: int) -> tuple[Tensor, Tensor] | None:
@@ -306,7 +293,7 @@ def _memory(given: Inputs, heads: int) -> tuple[Tensor, Tensor] | None:
 def _linear_attention(run, node, given):
     a = node.attrs
     memory = _memory(given, a["heads"])
-    tensors = *_images(given, node), memory, a["scale"]
+    tensors = *_by_heads(node, given), memory, a["scale"]
     o, context, lse = run.of(node).linear_attention_forward(*tensors)
     return {"y": o.reshape(node.out.shape), "context": context, "lse": lse}
 
@@ -314,9 +301,9 @@ def _linear_attention(run, node, given):
 @launches("linear_attention_grad")
 def _linear_attention_grad(run, node, given):
     a = node.attrs
-    images, memory = _images(given, node), _memory(given, a["heads"])
+    images, memory = _by_heads(node, given), _memory(given, a["heads"])
     made = {role: torch.empty_like(given[role]) for role in PARTS if role in given}
-    grads = _images(Inputs(made), node)
+    grads = _by_heads(node, Inputs(made))
     dy = given["dy"].contiguous().reshape(images[0].shape)
     kept = given["context"], given["lse"]
     backward = run.of(node).linear_attention_backward
