@@ -11,7 +11,7 @@ Each of these takes a graph and returns a graph, or a list of its nodes.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +150,16 @@ def made_of(values: Iterable[Value], nodes: Iterable[Node]) -> dict[Node, None]:
     return found
 
 
+def nodes_for(values: Iterable[Value], nodes: Sequence[Node]) -> list[Node]:
+    """Those of the nodes, which are in order, that these values depend on."""
+    wanted, found = set(values), []
+    for node in reversed(nodes):
+        if not wanted.isdisjoint(node.outputs.values()):
+            wanted.update(node.inputs.values())
+            found.append(node)
+    return found[::-1]
+
+
 def numbered(role: str, values: Iterable[Value]) -> dict[str, Value]:
     """Inputs of a node that takes any number."""
     return {f"{role}{i}": v for i, v in enumerate(values)}
@@ -257,13 +267,9 @@ class Graph:
 
     def prune(self) -> None:
         """Forget nodes that nobody reads."""
-        wanted, kept = set(self.outputs), []
-        for node in reversed(self.nodes):
-            if any(value in wanted for value in node.outputs.values()):
-                kept.append(node)
-                wanted.update(node.inputs.values())
-        self.nodes = kept[::-1]
-        self.constants = {v: t for v, t in self.constants.items() if v in wanted}
+        self.nodes = nodes_for(self.outputs, self.nodes)
+        read = {*self.outputs, *(v for node in self.nodes for v in node.inputs.values())}
+        self.constants = {v: t for v, t in self.constants.items() if v in read}
 
     def sort(self) -> None:
         """Put nodes behind what they read, and otherwise leave them in their order."""

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from .graph import Graph, Node, Value, made_of
-from .launch.table import launch_reference
+from .execute import run
+from .graph import Graph, Value, made_of, nodes_for
 
 _MOST = 64  # numbers
 
@@ -27,20 +27,13 @@ class KnownBuffers:
         if value in graph.constants:
             return graph.constants[value]
         names = {v: k for k, v in graph.parameters.items() if k in self._there}
-        found = {*names, *graph.constants}
-        nodes = [n for n in made_of(found, graph.nodes) if not n.draws]
-        wanted: dict[Value, None] = {value: None}
-        needed: list[Node] = []
-        for node in reversed(nodes):
-            if any(v in wanted for v in node.outputs.values()):
-                needed.append(node)
-                wanted |= dict.fromkeys(node.inputs.values())
-        if value not in {*found, *(v for n in needed for v in n.outputs.values())}:
+        fixed = made_of({*names, *graph.constants}, graph.nodes)
+        nodes = nodes_for([value], [node for node in fixed if not node.draws])
+        if not nodes and value not in names:
             return None
-        made = dict(graph.constants) | {v: self._of(names[v]) for v in wanted if v in names}
-        for node in reversed(needed):
-            made |= launch_reference(node, made)
-        return made[value]
+        read = {value, *(v for node in nodes for v in node.inputs.values())}
+        made = dict(graph.constants) | {v: self._of(names[v]) for v in names if v in read}
+        return run(nodes, made)[value]
 
     def _of(self, name: str) -> Tensor:
         if name not in self._read:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from triton_kernels.runtime.device import Device
 
-from ..graph import Graph, Node, PlanError, Value
+from ..graph import Graph, Node, PlanError, Value, nodes_for
 from ..launch.table import launch_reference
 from .film import Films
 
@@ -85,22 +85,16 @@ class Stages:
     def rearranged(self, value: Value) -> Tensor | None:
         """Which number of a parameter is where, counted from one, and zero where there is none;
         None if a value is not parameters that were only rearranged."""
-        order, todo = [], [value]
-        while todo:
-            node = self.producers.get(todo.pop())
-            if node is None or node in order:
-                continue
-            if node.op not in _REARRANGES:
-                return None
-            order.append(node)
-            todo += node.inputs.values()
+        nodes = nodes_for([value], self.graph.nodes)
+        if any(node.op not in _REARRANGES for node in nodes):
+            return None
         values = {v: tensor.cpu() for v, tensor in self.graph.constants.items()}
         for parameter in self.graph.parameters.values():
-            if any(parameter in node.inputs.values() for node in order):
+            if any(parameter in node.inputs.values() for node in nodes):
                 count = parameter.numel + 1
                 numbers = torch.arange(1, count, dtype=torch.float64, device="cpu")
                 values[parameter] = numbers.view(parameter.shape)
-        for node in [n for n in self.graph.nodes if n in order]:
+        for node in nodes:
             replaced = Node(node.op, node.inputs, node.outputs, node.attrs)
             made = launch_reference(replaced, values)
             values |= {v: x.double() for v, x in made.items()}
