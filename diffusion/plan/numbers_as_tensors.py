@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from .graph import PlanError
+from .record.draws import draws
 from .record.record import record
 from .record.recording import Call, Recording
 from .trace import plain_layers
@@ -75,9 +76,8 @@ class _Rest:
         return [self.found[id(x)] if isinstance(x, Tensor) else x for x in found]
 
     def _call(self, call: Call) -> None:
-        values, results = self.of((call.args, call.kwargs)), pytree.tree_leaves(call.result)
-        drawn = torch.Tag.nondeterministic_seeded in call.target.tags
-        if drawn or any(isinstance(v, _Place) for v in values):
+        values, results = self.of((call.args, call.kwargs)), call.results
+        if draws(call.target) or any(isinstance(v, _Place) for v in values):
             made = [_Place("call", len(self.calls), i) for i in range(len(results))]
             shapes = tuple((x.shape, x.dtype) for x in results)
             op = call.target.overloadpacket  # a number has another overload than a tensor

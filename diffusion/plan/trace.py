@@ -30,7 +30,7 @@ from .record.draws import is_draw
 from .record.kept import refuse_kept
 from .record.record import record
 from .record.recording import Call, Recording
-from .trees import flatten, holds_tensors, leaves
+from .trees import flatten, holds_tensors, leaves, tensors_in
 from .views import View, whole
 
 
@@ -252,6 +252,6 @@ class _Tracer:
 
 def _has_complex(lowering: Callable, call: Call) -> bool:
     """Whether it computes with complex numbers, which no kernel and no gradient here does."""
-    tensors = pytree.tree_leaves((call.args, call.kwargs, call.result))
+    tensors = tensors_in((call.args, call.kwargs, call.result))
     moves = lowering.__module__ == shapes.__name__
-    return not moves and any(isinstance(x, Tensor) and x.is_complex() for x in tensors)
+    return not moves and any(x.is_complex() for x in tensors)

@@ -53,6 +53,11 @@ def leaves(tree: Any) -> list[Any]:
     return flatten(tree)[0]
 
 
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Those in a call's arguments or results, of whose objects none is a branch."""
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
 _SIMPLE = (Tensor, nn.Module, type, Enum, torch.dtype, torch.device, str, bytes, int, float)
 _MANY = (set, frozenset, list, tuple)  # with classes of theirs, which are no branches
 

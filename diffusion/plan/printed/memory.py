@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ..trees import tensors_in
 
 # bytes: PyTorch's allocator gives multiples on a GPU, which torch.cuda.memory_allocated counts
 _BLOCK = 512
@@ -61,9 +62,9 @@ class Allocations(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = {id(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for x in tree_leaves(made):
-            if isinstance(x, Tensor) and x.device.type != "meta" and id(x) not in given:
+        given = set(map(id, tensors_in((args, kwargs))))
+        for x in tensors_in(made):
+            if x.device.type != "meta" and id(x) not in given:
                 self._add(x, args)
         return made
 
@@ -71,7 +72,7 @@ class Allocations(TorchDispatchMode):
         storage = x.untyped_storage()
         if storage._cdata in self._numbers or not storage.nbytes():
             return
-        if any(isinstance(a, Tensor) and _same(a, storage) for a in tree_leaves(args)):
+        if any(_same(a, storage) for a in tensors_in(args)):
             return  # a view of what was made before the block
         number, self._made = self._made, self._made + 1
         size = -(-storage.nbytes() // _BLOCK) * _BLOCK

@@ -19,11 +19,15 @@ import torch
 from ..graph import PlanError
 
 
+def draws(op: Any) -> bool:
+    """Whether an op, or what is called in its place, asks a generator for numbers."""
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
 def is_draw(op: torch._ops.OpOverload) -> bool:
     """Whether an op returns one tensor of new numbers, and does nothing else."""
     plain = op.namespace == "aten" and not op._schema.is_mutable
-    drawn = torch.Tag.nondeterministic_seeded in op.tags
-    return plain and drawn and len(op._schema.returns) == 1
+    return plain and draws(op) and len(op._schema.returns) == 1
 
 
 LineOf = Callable[[FrameType], str]
@@ -60,16 +64,16 @@ def refused(line_of: LineOf) -> Iterator[None]:
     # whose calls Python's profiler does not see
     calls = [(torch, "manual_seed"), (torch, "seed"), (torch.random, "manual_seed")]
     calls += [] if numpy is None else [(numpy.random, name) for name in _draws_of(numpy.random)]
-    draws = [(module, name, getattr(module, name)) for module, name in calls]
+    watched = [(module, name, getattr(module, name)) for module, name in calls]
     before = sys.getprofile()
-    for module, name, draw in draws:
+    for module, name, draw in watched:
         setattr(module, name, partial(instead, f"{module.__name__}.{name}", draw))
     sys.setprofile(watch)
     try:
         yield
     finally:
         sys.setprofile(before)
-        for module, name, draw in draws:
+        for module, name, draw in watched:
             setattr(module, name, draw)
 
 

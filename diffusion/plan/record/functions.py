@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.overrides import TorchFunctionMode
 
 from ..graph import PlanError
+from ..trees import tensors_in
 from .composites import INSTEAD
 from .known_numbers import known_numbers
 from .notes import Notes, unwrapped
@@ -94,8 +95,8 @@ class Functions(TorchFunctionMode):
             if isinstance(x, Tensor) and torch._is_functional_tensor(x):
                 self.made.append((weakref.ref(x), len(notes.found.calls)))
         if isinstance(result, Tensor) and torch._is_functional_tensor(result):
-            given = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor))
-            if not torch.is_grad_enabled() and _memory(result) not in map(_memory, given):
+            given = map(_memory, tensors_in((args, kwargs)))
+            if not torch.is_grad_enabled() and _memory(result) not in given:
                 self.blind[_memory(result)] = result
         return result
 
@@ -337,7 +338,7 @@ def _of_numbers(function: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
         args, kwargs = args[1:], kwargs | {"dtype": dtype}
     if function in (torch.tensor, torch.as_tensor, torch.asarray):
         data = kwargs.get("data", args[:1])
-        if not any(isinstance(x, Tensor) for x in pytree.tree_leaves(data)):
+        if not tensors_in(data):
             kwargs = {k: v for k, v in kwargs.items() if k != "device"}
             args = args[:1] if function is torch.tensor else args[:2]  # the third is the device
     return function, args, kwargs

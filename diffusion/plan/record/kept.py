@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
-import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from ..graph import PlanError
-from ..trees import holds_tensors, leaves
-from .recording import Call, Recording
+from ..trees import holds_tensors, leaves, tensors_in
+from .draws import draws
+from .recording import Recording
 
 Key = tuple[int, str]  # the id of a part, and an attribute's name
 
@@ -108,34 +107,29 @@ def _of_arguments(found: Recording) -> set[int]:
 
 def _of_a_call(found: Recording) -> set[int]:
     """Ids of tensors that depend on arguments, parameters, buffers or draws."""
-    drawn = (c for c in found.calls if torch.Tag.nondeterministic_seeded in c.target.tags)
+    drawn = (call for call in found.calls if draws(call.target))
     states = [*found.parameters.values(), *found.buffers.values()]
     return _made_of(found, [found.inputs, states, *(call.result for call in drawn)])
 
 
 def _made_of(found: Recording, tensors: Any) -> set[int]:
     """Ids of these, and of those that are made of them."""
-    made = {id(x) for x in pytree.tree_leaves(tensors) if isinstance(x, Tensor)}
+    made = set(map(id, tensors_in(tensors)))
     for call in found.calls:
-        if any(id(x) in made for x in _leaves(call)):
-            made.update(id(x) for x in pytree.tree_leaves(call.result))
+        if any(id(x) in made for x in call.given):
+            made.update(map(id, call.results))
     return made
 
 
 def _made_by(x: Tensor, found: Recording) -> int:
     """Which call has made it; the first, if it comes with the call."""
-    results = (pytree.tree_leaves(call.result) for call in found.calls)
-    return next((i for i, made in enumerate(results) if any(x is y for y in made)), 0)
+    makers = (i for i, call in enumerate(found.calls) if any(x is y for y in call.results))
+    return next(makers, 0)
 
 
 def _said(found: Recording) -> list:
     """All calls, with what is no tensor among their arguments; and numbers that come with none."""
     calls = (
-        (call.target, [x for x in _leaves(call) if not isinstance(x, Tensor)])
-        for call in found.calls
+        (call.target, [x for x in call.given if not isinstance(x, Tensor)]) for call in found.calls
     )
     return [*calls, *(x.tolist() for _, x in found.constants)]
-
-
-def _leaves(call: Call) -> list[Any]:
-    return pytree.tree_leaves((call.args, call.kwargs))

@@ -10,7 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from .recording import Call, Recording
+from .draws import draws
+from .recording import Recording
 
 
 def apart(function: Callable[[], Any]) -> Any:
@@ -32,14 +33,13 @@ def apart(function: Callable[[], Any]) -> Any:
 
 def known_numbers(x: Tensor, found: Recording) -> Tensor | None:
     """A tensor of the recording with its numbers; None: they depend on the call's."""
-    makers = {id(y): call for call in found.calls for y in _results(call)}
+    makers = {id(y): call for call in found.calls for y in call.results}
     made = {id(twin): y for twin, y in found.constants}
 
     def numbers(y: Tensor) -> Tensor:
         if id(y) not in made:
             call = makers[id(y)]  # KeyError: it comes with the call
-            tags = call.target.tags
-            if torch.Tag.nondeterministic_seeded in tags or call.target._schema.is_mutable:
+            if draws(call.target) or call.target._schema.is_mutable:
                 raise ValueError(f"{call.target} has other results in another call")
             name = call.target._opname
             of_shape = name.endswith("_like") or name.startswith("new_")
@@ -48,7 +48,7 @@ def known_numbers(x: Tensor, found: Recording) -> Tensor | None:
             kwargs = kwargs | ({"device": "cpu"} if "device" in kwargs else {})
             result = call.target(*args, **kwargs)
             results = [result] if isinstance(result, Tensor) else result
-            made.update(zip(map(id, _results(call)), results, strict=True))
+            made.update(zip(map(id, call.results), results, strict=True))
         return made[id(y)]
 
     return apart(lambda: numbers(x))
@@ -56,7 +56,3 @@ def known_numbers(x: Tensor, found: Recording) -> Tensor | None:
 
 def _shaped(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype)
-
-
-def _results(call: Call) -> list[Tensor]:
-    return [call.result] if isinstance(call.result, Tensor) else list(call.result)

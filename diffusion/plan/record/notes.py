@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton_kernels.runtime.device import is_rehearsal
 
 from ..graph import PlanError
-from .draws import is_draw
+from ..trees import tensors_in
+from .draws import draws, is_draw
 from .lines import Lines
 from .recording import Call, Recording
 from .results import known_result
@@ -79,7 +80,7 @@ class Notes(TorchDispatchMode):
                 kwargs = {k: v for k, v in kwargs.items() if k != "device"}
             with torch._C._DisableTorchDispatch():
                 return target(*args, **kwargs)
-        if self.own and torch.Tag.nondeterministic_seeded in target.tags:
+        if self.own and draws(target):
             raise PlanError(f"{target} in an autograd.Function, which is called twice, draws twice")
         args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs))
         if is_draw(target) and not self.shapes.by_device and _has_device(target):
@@ -97,8 +98,7 @@ class Notes(TorchDispatchMode):
             same = isinstance(result, Tensor) and args and result is args[0]
             target = self._anew(target, result) if same else target
             if not same:
-                leaves = pytree.tree_leaves((args, result))
-                self.shared.update(id(x) for x in leaves if isinstance(x, Tensor))
+                self.shared.update(map(id, tensors_in((args, result))))
         if not self.within and isinstance(result, Tensor | list | tuple):
             self.note(target, args, kwargs, result)
         return result
@@ -106,10 +106,9 @@ class Notes(TorchDispatchMode):
     def _is_known(self, target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether the call's result is the same in each call of the module, so that it is made now:
         of tensors with numbers alone, such as an array of numpy's."""
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = tensors_in((args, kwargs))
         fixed = not any(self.shapes.has(x) or x.requires_grad for x in tensors)
-        drawn = torch.Tag.nondeterministic_seeded in target.tags
-        return bool(tensors) and fixed and not drawn and not target._schema.is_mutable
+        return bool(tensors) and fixed and not draws(target) and not target._schema.is_mutable
 
     def shaped(self, x: Tensor) -> Tensor:
         """x, or in place of a constant a tensor without its numbers."""

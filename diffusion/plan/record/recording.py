@@ -5,6 +5,7 @@ from typing import Any
 from weakref import ref
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 
@@ -19,6 +20,16 @@ class Call:
     function: str  # what Python called, such as fft_rfft
     source: str  # the line, and the module that the line was run for
     differentiable: bool  # False: gradients are recorded around the module, but not here
+
+    @property
+    def given(self) -> list[Any]:
+        """All that is in its arguments, tensors and others."""
+        return pytree.tree_leaves((self.args, self.kwargs))
+
+    @property
+    def results(self) -> list[Tensor]:
+        """Its results, also if it has one."""
+        return pytree.tree_leaves(self.result)
 
 
 @dataclass
