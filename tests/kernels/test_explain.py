@@ -7,7 +7,8 @@ import torch
 
 from triton_kernels.conv.configs import ConvOperands
 from triton_kernels.conv.forward import spec_of
-from triton_kernels.explain import main, parse
+from triton_kernels.explain import main
+from triton_kernels.explain_words import parse
 from triton_kernels.registry.chips import CHIPS, chip
 from triton_kernels.registry.spec import GRAD_TERMS, TERMS, AttentionSpec, ConvSpec
 
