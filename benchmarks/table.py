@@ -134,20 +134,23 @@ _TWO_RUNS = "`*`: the two sides may be of two runs"
 
 
 def format_summary(lines: Sequence[Line]) -> str:
-    """Markdown: ratios by model, GPU and precision, and a line with the number of losses."""
-    groups: dict[tuple, dict[str, list[Line]]] = {}
+    """Markdown: ratios by model and precision, a column for what was timed on a GPU, and a line
+    with the number of losses."""
+    columns = [(op, gpu) for op in _OPS for gpu in sorted({_gpu(line.gpu) for line in lines})]
+    groups: dict[tuple, dict[tuple[str, str], list[Line]]] = {}
     for line in lines:
-        group = line.model, line.size, _gpu(line.gpu), line.precision
-        groups.setdefault(group, {}).setdefault(line.op, []).append(line)
-    header = ["model", "image", "GPU", "precision"]
-    header += [f"{name}: ratio (batch)" for name in _OPS.values()]
+        group = groups.setdefault((line.model, line.size, line.precision), {})
+        group.setdefault((line.op, _gpu(line.gpu)), []).append(line)
+    columns = [column for column in columns if any(column in group for group in groups.values())]
+    header = ["model", "image", "precision"]
+    header += [f"{_OPS[op]}, {gpu}: ratio (batch)" for op, gpu in columns]
     cells = [
-        [f"`{model}`", f"{size}x{size}", gpu, precision]
+        [f"`{model}`", f"{size}x{size}", precision]
         + [
-            ", ".join(f"{_ratio(line)} ({line.images})" for line in by_op.get(op, []))
-            for op in _OPS
+            ", ".join(f"{_ratio(line)} ({line.images})" for line in group.get(column, []))
+            for column in columns
         ]
-        for (model, size, gpu, precision), by_op in sorted(groups.items())
+        for (model, size, precision), group in sorted(groups.items())
     ]
     lost = sum(line.ratio < 1 for line in lines)
     said = f"torch.compile is faster in {lost} of these {len(lines)} ratios."
