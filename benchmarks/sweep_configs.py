@@ -45,13 +45,13 @@ from benchmarks.cold import Cold
 from benchmarks.harness import drawn, drawn_filters
 from benchmarks.sweep_layers import LAYERS, OF_32_BITS, OF_FEW, OF_TF32, specs
 from triton_kernels.attention import attention_fwd, cross_attention_bwd, cross_attention_fwd
-from triton_kernels.attention.configs import (
+from triton_kernels.attention.launch import (
     ATTENTION,
     ATTENTION_GRAD,
     CROSS_ATTENTION,
     CROSS_ATTENTION_GRAD,
+    attention_bwd,
 )
-from triton_kernels.attention.launch import attention_bwd
 from triton_kernels.attention.tiles import (
     BWD_CONFIGS,
     FWD_CONFIGS,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .activations import ACTIVATIONS
-from .attention.configs import ATTENTION, ATTENTION_GRAD, CROSS_ATTENTION, CROSS_ATTENTION_GRAD
+from .attention.launch import ATTENTION, ATTENTION_GRAD, CROSS_ATTENTION, CROSS_ATTENTION_GRAD
 from .conv import forward
 from .conv.fused import FORWARD, INPUT_GRAD
 from .conv.weight_grad import WEIGHT_GRAD

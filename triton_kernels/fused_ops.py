@@ -31,7 +31,7 @@ from .attention import (
     cross_attention_bwd as cross_attention_backward,
     cross_attention_fwd as cross_attention_forward,
 )
-from .attention.configs import ATTENTION_GRAD, CROSS_ATTENTION_GRAD
+from .attention.launch import ATTENTION_GRAD, CROSS_ATTENTION_GRAD
 from .attention.linear import linear_attention_backward, linear_attention_forward
 from .attention.norm_attention import PROJECTED, projected_attention
 from .conv.conv2d import conv2d_input_grad

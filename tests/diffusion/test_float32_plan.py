@@ -12,7 +12,7 @@ from diffusion.plan.inference import InferenceUNet, sampling_network
 from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.runtime.backend import Backend
 from triton_kernels import reference
-from triton_kernels.attention.configs import ATTENTION_GRAD, CROSS_ATTENTION_GRAD
+from triton_kernels.attention.launch import ATTENTION_GRAD, CROSS_ATTENTION_GRAD
 from triton_kernels.runtime.device import without
 
 from ..tensor_cores import tensor_cores_cut_off  # noqa: F401  a fixture

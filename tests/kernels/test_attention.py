@@ -5,9 +5,8 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.attention import attention, attention_fwd, cross_attention, hopper as head
-from triton_kernels.attention.configs import ATTENTION, ATTENTION_GRAD
 from triton_kernels.attention.hopper import FWD_HEAD_CONFIGS, HeadGrad
-from triton_kernels.attention.launch import attention_bwd
+from triton_kernels.attention.launch import ATTENTION, ATTENTION_GRAD, attention_bwd
 from triton_kernels.attention.tiles import (
     BWD_CONFIGS,
     BWD_WIDE,

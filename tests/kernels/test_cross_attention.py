@@ -13,7 +13,6 @@ from triton_kernels.attention import (
     cross_attention_fwd,
     hopper as head,
 )
-from triton_kernels.attention.configs import CROSS_ATTENTION, CROSS_ATTENTION_GRAD
 from triton_kernels.attention.few_keys import (
     BY_QUERY_CHANNELS,
     FEW_KEYS,
@@ -21,6 +20,7 @@ from triton_kernels.attention.few_keys import (
     FewKeysGrad,
     blocks_of,
 )
+from triton_kernels.attention.launch import CROSS_ATTENTION, CROSS_ATTENTION_GRAD
 from triton_kernels.attention.tiles import (
     BWD_CONFIGS,
     FWD_CONFIGS,

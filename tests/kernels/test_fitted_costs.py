@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from triton_kernels.attention.configs import (
+from triton_kernels.attention.launch import (
     ATTENTION,
     ATTENTION_GRAD,
     CROSS_ATTENTION,

@@ -8,9 +8,8 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.attention import attention_bwd_rows, attention_fwd, relayed
-from triton_kernels.attention.configs import ATTENTION_GRAD
 from triton_kernels.attention.hopper import HeadGrad
-from triton_kernels.attention.launch import attention_bwd
+from triton_kernels.attention.launch import ATTENTION_GRAD, attention_bwd
 from triton_kernels.attention.relayed import RELAYED, RELAYED_CONFIGS, RelayedTile, relayed_tiles
 from triton_kernels.attention.tiles import FWD_CONFIGS, BwdConfig
 from triton_kernels.registry.chips import CHIPS

@@ -6,8 +6,8 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.attention import attention_bwd_rows, attention_fwd, streamed
-from triton_kernels.attention.configs import ATTENTION
 from triton_kernels.attention.hopper import HeadTile
+from triton_kernels.attention.launch import ATTENTION
 from triton_kernels.attention.streamed import (
     KEPT,
     KEPT_CONFIGS,

@@ -29,7 +29,7 @@ from tests.plan.networks import NAMES, network
 from tests.plan.random_networks import networks
 from tests.plan.strangers import Embedded, Magnitudes, Normed, SumsOfOneVariance
 from triton_kernels import fused_ops
-from triton_kernels.attention.configs import CROSS_ATTENTION_GRAD
+from triton_kernels.attention.launch import CROSS_ATTENTION_GRAD
 from triton_kernels.registry.chips import chip
 
 BUDGET = 1e-9

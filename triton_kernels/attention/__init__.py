@@ -18,7 +18,7 @@ into tensors like theirs; nothing is permuted or copied. T, L and D are compile-
 model has two or three of each): a row that fits one tile has no loop, and a T that is a multiple of
 the tile has no masks. There are no atomics: the same input gives the same bits.
 
-`op` is what PyTorch sees, `launch` has its passes, `configs` lists the kernels that they may take:
+`op` is what PyTorch sees, `launch` has its passes and lists the kernels that they may take:
 `tiles` and `few_keys` of plain Triton; on Hopper `hopper` keeps a head in shared memory, past the
 queries of `streamed` come the keys of a longer one, and past the keys of `relayed` its queries.
 """

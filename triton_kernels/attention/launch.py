@@ -1,5 +1,6 @@
 """The two passes of attention, and of cross-attention, where keys and values are of other positions
-than queries: they choose a kernel and its tile, allocate, and launch."""
+than queries: the ops with their kernels, of which a pass chooses one with its tile, allocates, and
+launches."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +14,28 @@ from ..registry.choose import select
 from ..registry.kernel import Op
 from ..registry.spec import AttentionSpec, dtype_name
 from ..runtime.device import Device, describe
-from .configs import ATTENTION, ATTENTION_GRAD, CROSS_ATTENTION, CROSS_ATTENTION_GRAD
-from .hopper import fetchable
+from . import hopper
+from .few_keys import FEW_KEYS, FEW_KEYS_GRAD
 from .operands import BwdOperands, FwdOperands, constants_of
+from .relayed import RELAYED
+from .streamed import KEPT, STREAMED
+from .tile_launch import TILES, TILES_GRAD
+
+
+def _similar(spec: AttentionSpec, gpu: Device) -> bool:
+    """Whether rows of other lengths count: where a head fits shared memory."""
+    return hopper.refuse(spec, gpu) is None
+
+
+_KEY = ("t", "d", "dtype")
+ATTENTION = Op("attention", _KEY, (TILES, hopper.HEAD, KEPT, STREAMED), _similar)
+ATTENTION_GRAD = Op("attention_bwd", _KEY, (TILES_GRAD, hopper.HEAD_GRAD, RELAYED), _similar)
+
+_CROSS_KEY = ("t", "keys", "d", "dtype")
+CROSS_ATTENTION = Op("cross_attention", _CROSS_KEY, (TILES, FEW_KEYS), similar=False)
+CROSS_ATTENTION_GRAD = Op(
+    "cross_attention_bwd", _CROSS_KEY, (TILES_GRAD, FEW_KEYS_GRAD), similar=False
+)
 
 _Place = Callable[[int, int], Tensor]  # (rows, columns) -> where they go, float32
 
@@ -101,7 +121,7 @@ def _spec(read: _Read, num_heads: int, allow_tf32: bool, do: Tensor | None = Non
     n, t, c = q.shape
     if kv is None:
         c //= 3
-        its = {"fetchable": all(fetchable(x) for x in (q, do) if x is not None)}
+        its = {"fetchable": all(hopper.fetchable(x) for x in (q, do) if x is not None)}
     else:
         its = {"keys": kv.shape[1], "masked": mask is not None}
     dtype, grad = dtype_name(q.dtype, allow_tf32), do is not None
