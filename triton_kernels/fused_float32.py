@@ -35,7 +35,6 @@ _NONE = (  # and these have no products
     "SMALL_NORM",
     "activation_grad",
     "apply",
-    "apply_upsampled",
     "avg_pool",
     "avg_pool_grad",
     "begin_step",

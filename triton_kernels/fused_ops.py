@@ -64,7 +64,7 @@ from .gated.product import gated_backward, gated_forward
 from .norm.channel_norm import channel_norm_backward, channel_norm_forward
 from .norm.from_partials import SMALL_NORM, norm_of_sums
 from .norm.inline_statistics import norm_apply, norm_apply_upsampled, norm_backward
-from .norm.passes import apply, apply_upsampled, norm_dx
+from .norm.passes import apply, norm_dx
 from .norm.single_cta import NORM_SINGLE_CTA, norm_single_cta
 from .norm.sums import activation_grad, tensor_partials
 from .norm.tables import norm_grad_table, norm_table

@@ -20,7 +20,6 @@ from torch import Tensor
 # attention round what they write by themselves.
 OPERANDS = (
     "apply",
-    "apply_upsampled",
     "begin_step",
     "channel_norm_backward",
     "channel_norm_forward",

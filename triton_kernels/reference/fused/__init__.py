@@ -44,7 +44,6 @@ from .linear_attention import linear_attention_backward, linear_attention_forwar
 from .norms import (
     activation_grad,
     apply,
-    apply_upsampled,
     norm_apply,
     norm_apply_upsampled,
     norm_backward,
