@@ -9,7 +9,7 @@ from torch import Tensor
 
 from triton_kernels import fused_ops
 from triton_kernels.conv.plain import fused_launch
-from triton_kernels.fused_float32 import PRODUCTS, in_float32
+from triton_kernels.fused_float32 import in_float32
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.tf32 import rounded_to_tf32
@@ -38,6 +38,10 @@ SHAPES = SMALL | {name: RAGGED[name] for name in ("7x7", "1x1", "single pixels")
 SHAPES["19 and 33 channels"] = Shape(2, 5, 7, 19, 33)
 SHAPES["few of the result"] = Shape(2, 8, 8, 24, 4)
 KERNELS = in_float32(fused_ops)
+PRODUCTS = """attention_backward attention_forward conv2d_input_grad conv_down conv_down_input_grad
+    conv_few conv_forward conv_input_grad conv_plain_input_grad conv_split conv_weight_grad
+    conv_weight_grads cross_attention_backward cross_attention_forward linear_attention_backward
+    linear_attention_forward linear_grads skip_backward skip_dx""".split()
 
 
 @pytest.fixture(autouse=True, params=["tma", "no tma"])
