@@ -19,8 +19,8 @@
 
 import torch
 
-from .factors import fold_factors
-from .graph import Graph, Makers, Node, Value
+from .factors import fold_factors, takes_factor
+from .graph import Graph, Makers, Node, Value, row_beside, rows_beside
 from .launch.table import launch_reference
 from .norms_by_hand import find_norms
 from .picked_channels import pick_filters
@@ -132,14 +132,11 @@ def _absorb_bias(
     product = makers.of(y, *_PRODUCTS)
     if product is None or "bias" in product.inputs:
         return
-    c = y.shape[-1]
-    if row.shape != (*(1 for _ in y.shape[:-1]), c) or last.out.dtype != y.dtype:
+    if row.shape != row_beside(y.shape) or last.out.dtype != y.dtype:
         return
     if consumers[y] == [cast] and row is not y:
-        product.inputs["bias"] = _flat(graph, row, (c,), total)
-        graph.nodes.remove(product)
-        graph.nodes[graph.nodes.index(last)] = product  # behind what it now reads
-        product.outputs = {"y": last.out}
+        product.inputs["bias"] = _flat(graph, row, y.shape[-1:], total)
+        graph.replace(last, product)  # behind what it now reads
         makers[last.out] = product
 
 
@@ -181,9 +178,7 @@ def _absorb_reader(graph: Graph, norm: Node) -> bool:
             norm.inputs["shift"] = flat
     else:
         return False
-    graph.nodes.remove(norm)
-    graph.nodes[graph.nodes.index(reader)] = norm  # behind what it now reads
-    norm.outputs = {"y": reader.out}
+    graph.replace(reader, norm)  # behind what it now reads
     return True
 
 
@@ -225,27 +220,26 @@ def _of_each_head(graph: Graph, product: Node, rows: Value) -> Value | None:
     repeated = maker.attrs == {"pieces": ((other.numel // d, 0), (d, 1)), "offset": 0}
     if not repeated or maker.inputs["x"].numel != d:
         return None
-    shape = (*(1 for _ in rows.shape[:-1]), d)
-    return _insert(graph, product, "reshape", maker.inputs["x"], shape)
+    return graph.insert(product, "reshape", maker.inputs["x"], row_beside(rows.shape))
 
 
 def _absorb_affine(graph: Graph, norm: Node, reader: Node) -> bool:
     """Take a number or a vector of channels that a norm is multiplied with, or a vector that is
     added: its factor, weight or bias."""
-    linear = not {"bias", "shift"} & set(norm.inputs)
+    linear = takes_factor(norm)
     if reader.op == "affine" and linear and reader.attrs["offset"] == 0:
         norm.attrs["factor"] *= reader.attrs["scale"]
         return True
     if reader.op not in ("mul", "add") or reader.inputs["a"] is not norm.out:
         return False
-    other, c = reader.inputs["b"], norm.out.shape[-1]
-    if other is norm.out or other.shape != (*(1 for _ in norm.out.shape[:-1]), c):
+    other = reader.inputs["b"]
+    if other is norm.out or other.shape != row_beside(norm.out.shape):
         return False
     role = "weight" if reader.op == "mul" else "bias"
     free = role not in norm.inputs and (linear if role == "weight" else True)
     if not free or role == "bias" and {"scale", "shift"} & set(norm.inputs):
         return False
-    norm.inputs[role] = _flat(graph, other, (c,), reader)
+    norm.inputs[role] = _flat(graph, other, norm.out.shape[-1:], reader)
     return True
 
 
@@ -254,15 +248,14 @@ def _is_film(norm: Node, reader: Node) -> bool:
         return False
     if "shift" in norm.inputs or (reader.op == "mul" and "scale" in norm.inputs):
         return False
-    shape, x = reader.inputs["b"].shape, norm.out.shape
-    return shape == (x[0], *(1 for _ in x[1:-1]), x[-1])
+    return reader.inputs["b"].shape == rows_beside(norm.out.shape)
 
 
 def _flat(graph: Graph, value: Value, shape: tuple[int, ...], reader: Node) -> Value:
     before = graph.producers().of(value, "reshape")
     if before is not None and before.inputs["x"].shape == shape:
         return before.inputs["x"]
-    return _insert(graph, reader, "reshape", value, shape)
+    return graph.insert(reader, "reshape", value, shape)
 
 
 def _less_one(graph: Graph, gain: Value, reader: Node) -> Value:
@@ -272,13 +265,7 @@ def _less_one(graph: Graph, gain: Value, reader: Node) -> Value:
     if node is not None and node.attrs == {"scale": 1, "offset": 1}:
         scale = node.inputs["x"]
         return scale if scale.shape == gain.shape else _flat(graph, scale, gain.shape, reader)
-    return _insert(graph, reader, "affine", gain, gain.shape, scale=1, offset=-1)
-
-
-def _insert(graph: Graph, before: Node, op: str, x: Value, shape, **attrs) -> Value:
-    node = graph.new(op, {"x": x}, {"y": (shape, x.dtype)}, before.source, **attrs)
-    graph.nodes.insert(graph.nodes.index(before), node)
-    return node.out
+    return graph.insert(reader, "affine", gain, gain.shape, scale=1, offset=-1)
 
 
 def _scales(graph: Graph) -> None:
@@ -292,8 +279,7 @@ def _scales(graph: Graph) -> None:
         norm = makers.of(value, "channel_norm")
         if norm is None or not alone or len(consumers[value]) > 1:
             continue
-        linear = not {"bias", "shift"} & set(norm.inputs)
-        if linear and norm.attrs["activation"] == "identity" and node.attrs["scale"] > 0:
+        if takes_factor(norm) and node.attrs["scale"] > 0:
             usual = (node.inputs["q"].shape[-1] / node.attrs["heads"]) ** -0.5
             norm.attrs["factor"] *= node.attrs["scale"] / usual
             node.attrs["scale"] = usual

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from .gradients import GRADIENTS, Part
-from .graph import Graph, PlanError, Value, numbered
+from .graph import Graph, PlanError, Value, numbered, rows_beside
 
 _WITHOUT = ("detach", "draw")  # what reads these asks for no gradient
 
@@ -132,7 +132,7 @@ class _Differentiation:
         if shape == dy.shape:
             return dy
         axes = tuple(i for i, (n, m) in enumerate(zip(dy.shape, shape, strict=True)) if n != m)
-        if len(dy.shape) > 2 and shape == (dy.shape[0], *(1 for _ in dy.shape[1:-1]), dy.shape[-1]):
+        if len(dy.shape) > 2 and shape == rows_beside(dy.shape):
             rows = self.pixel_sums(dy)
             return self.make("reshape", {"x": rows}, rows, shape)
         return self.make("sum", {"x": dy}, dy, shape, dtype, axes=axes)

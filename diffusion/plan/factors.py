@@ -29,6 +29,11 @@ def fold_factors(graph: Graph) -> None:
     graph.sort()
 
 
+def takes_factor(norm: Node) -> bool:
+    """Whether what a norm over channels makes is linear in its `factor`."""
+    return not {"bias", "shift"} & set(norm.inputs) and norm.attrs["activation"] == "identity"
+
+
 class _Folding:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -127,8 +132,7 @@ class _Folding:
         reader, value = product, product.inputs["weight"]
         while self._reads_alone(reader, value) and (node := self.makers.get(value)) is not None:
             if node.op == "channel_norm":
-                linear = not {"bias", "shift"} & set(node.inputs)
-                return node if linear and node.attrs["activation"] == "identity" else None
+                return node if takes_factor(node) else None
             if node.op == "mul" and node.inputs["b"].numel == 1:
                 reader, value = node, node.inputs["a"]
             elif node.op in ("reshape", "cast", "layout"):

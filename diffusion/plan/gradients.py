@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from triton_kernels.resample.fir import adjoint
 
-from .graph import Value, numbered
+from .graph import Value, numbered, rows_beside
 from .ops import MEMORY, PARTS
 
 GRADIENTS: dict[str, Callable] = {}
@@ -135,8 +135,7 @@ def _pass_of_rows(d, node, table, dy):
         factor = gain
         if gain.dtype != dy.dtype:
             factor = d.make("cast", {"x": gain}, gain, dtype=dy.dtype)
-        shape = (n, *(1 for _ in dy.shape[1:-1]), c)
-        factor = d.make("reshape", {"x": factor}, factor, shape)
+        factor = d.make("reshape", {"x": factor}, factor, rows_beside(dy.shape))
         return d.make("mul", {"a": dz, "b": factor}, x)
 
     d.send(x, dx)

@@ -165,6 +165,44 @@ def numbered(role: str, values: Iterable[Value]) -> dict[str, Value]:
     return {f"{role}{i}": v for i, v in enumerate(values)}
 
 
+def readers_of(nodes: Iterable[Node]) -> dict[Value, list[Node]]:
+    """The nodes that read each value, each once."""
+    readers: dict[Value, list[Node]] = {}
+    for node in nodes:
+        for value in dict.fromkeys(node.inputs.values()):
+            readers.setdefault(value, []).append(node)
+    return readers
+
+
+def behind_what_they_read(nodes: Sequence[Node]) -> list[Node]:
+    """The nodes in an order in which they can run, otherwise in their own."""
+    producers = {value: node for node in nodes for value in node.outputs.values()}
+    begun, done = set(), {}
+    for root in nodes:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            makers = (producers.get(v) for v in node.inputs.values())
+            waits = [m for m in makers if m is not None and m not in done]
+            if waits and node not in done:
+                assert node not in begun, f"{node} waits for itself"
+                begun.add(node)
+                stack.extend(waits)
+                continue
+            done[stack.pop()] = None
+    return list(done)
+
+
+def row_beside(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[1, ..., 1, C]: of a vector of channels that meets a tensor of this shape."""
+    return *(1 for _ in shape[:-1]), shape[-1]
+
+
+def rows_beside(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[N, 1, ..., 1, C]: of a vector of channels for each image, likewise."""
+    return shape[0], *(1 for _ in shape[1:-1]), shape[-1]
+
+
 class Graph:
     """Nodes in an order in which they can run, and what they begin and end with."""
 
@@ -209,6 +247,20 @@ class Graph:
         self.nodes.append(self.new(*what, **attrs))
         return self.nodes[-1]
 
+    def insert(self, before: Node, op: str, x: Value, shape: Iterable[int], **attrs: Any) -> Value:
+        """Put a node of one tensor in front of another node, for the same line of the module; the
+        result, in the dtype of x."""
+        node = self.new(op, {"x": x}, {"y": (shape, x.dtype)}, before.source, **attrs)
+        self.nodes.insert(self.nodes.index(before), node)
+        return node.out
+
+    def replace(self, last: Node, node: Node) -> None:
+        """Let a node, which may be in the graph, make the result of another in that one's place."""
+        if node in self.nodes:
+            self.nodes.remove(node)
+        self.nodes[self.nodes.index(last)] = node
+        node.outputs = {"y": last.out}
+
     def make(
         self,
         op: str,
@@ -232,12 +284,9 @@ class Graph:
     def producers(self) -> Makers:
         return Makers({value: node for node in self.nodes for value in node.outputs.values()})
 
-    def consumers(self) -> dict[Value, list[Node]]:
+    def consumers(self) -> dict[Value, list[Node | None]]:
         """The nodes that read a value, each once; a result of the graph has None among them."""
-        readers: dict[Value, list[Node | None]] = {}
-        for node in self.nodes:
-            for value in dict.fromkeys(node.inputs.values()):
-                readers.setdefault(value, []).append(node)
+        readers = readers_of(self.nodes)
         for value in self.outputs:
             readers.setdefault(value, []).append(None)
         return readers
@@ -273,26 +322,7 @@ class Graph:
 
     def sort(self) -> None:
         """Put nodes behind what they read, and otherwise leave them in their order."""
-        producers, begun, done, order = self.producers(), set(), set(), []
-        for root in self.nodes:
-            stack = [root]
-            while stack:
-                node = stack[-1]
-                waits = [
-                    producers[v]
-                    for v in node.inputs.values()
-                    if v in producers and id(producers[v]) not in done
-                ]
-                if waits and id(node) not in done:
-                    assert id(node) not in begun, f"{node} waits for itself"
-                    begun.add(id(node))
-                    stack.extend(waits)
-                    continue
-                stack.pop()
-                if id(node) not in done:
-                    done.add(id(node))
-                    order.append(node)
-        self.nodes = order
+        self.nodes = behind_what_they_read(self.nodes)
 
     def check(self, given: Iterable[Value] = ()) -> None:
         """Every value is made before it is read, and once, where these are there, too."""

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .graph import Graph, Makers, Node, Value
+from .graph import Graph, Makers, Node, Value, row_beside, rows_beside
 
 _ATEN = torch.ops.aten
 
@@ -114,10 +114,9 @@ def _not_repeated(g: Value, makers: Makers) -> tuple[Value, tuple[int, ...]]:
     if copies is None or copies.attrs["offset"]:
         return g, g.shape
     (*_, c), n, x = g.shape, g.shape[0], copies.inputs["x"]
-    between = (1,) * (len(g.shape) - 2)
     for shape, pieces in (
-        ((1, *between, c), ((g.numel // c, 0), (c, 1))),
-        ((n, *between, c), ((n, c), (g.numel // (n * c), 0), (c, 1))),
+        (row_beside(g.shape), ((g.numel // c, 0), (c, 1))),
+        (rows_beside(g.shape), ((n, c), (g.numel // (n * c), 0), (c, 1))),
     ):
         if copies.attrs["pieces"] == pieces and x.numel == math.prod(shape):
             return x, shape

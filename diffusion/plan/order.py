@@ -14,7 +14,7 @@ tensors, as in `accelerate`, and `step.order` has those with places in one flat 
 
 from collections.abc import Sequence
 
-from .graph import Node, Value
+from .graph import Node, readers_of
 from .moves import Move
 from .ops import WEIGHT_GRADS
 from .weight_grads import weight_grads_together
@@ -61,11 +61,3 @@ def not_awaited(nodes: Sequence[Node]) -> set[Node]:
         if node.op in WEIGHT_GRADS + SMALL and all(reader in beside for reader in behind):
             beside.add(node)
     return beside
-
-
-def readers_of(nodes: Sequence[Node]) -> dict[Value, list[Node]]:
-    readers: dict[Value, list[Node]] = {}
-    for node in nodes:
-        for value in node.inputs.values():
-            readers.setdefault(value, []).append(node)
-    return readers

@@ -45,14 +45,11 @@ def _pick(graph: Graph, product: Node, pick: Node, channels: View) -> None:
     inputs = {"x": product.inputs["x"], "weight": _copy(graph, pick, filters)}
     if bias is not None:
         inputs["bias"] = _copy(graph, pick, View(bias, channels.dims, channels.offset))
-    made = Node("linear", inputs, pick.outputs, {}, product.source, product.tf32)
+    made = Node("linear", inputs, {}, {}, product.source, product.tf32)
     made.of_matrices = product.of_matrices
-    graph.nodes[graph.nodes.index(pick)] = made
+    graph.replace(pick, made)
 
 
 def _copy(graph: Graph, before: Node, view: View) -> Value:
     how = {"pieces": view.pieces, "offset": view.offset}
-    spec = {"y": (view.shape, view.value.dtype)}
-    node = graph.new("layout", {"x": view.value}, spec, before.source, **how)
-    graph.nodes.insert(graph.nodes.index(before), node)
-    return node.out
+    return graph.insert(before, "layout", view.value, view.shape, **how)

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection
 
-from .graph import Graph, Node, Value
+from .graph import Graph, Node, Value, readers_of
 from .ops import SUMS_OF_CHANNEL_NORM, SUMS_OF_NORM
-from .order import not_awaited, readers_of
+from .order import not_awaited
 
 
 def casts_together(graph: Graph) -> int:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from .graph import Node, Value, numbered
+from .graph import Node, Value, behind_what_they_read, numbered
 from .ops import WEIGHT_GRADS
 
 
@@ -18,19 +18,7 @@ def weight_grads_together(nodes: Sequence[Node]) -> list[Node]:
     several = [group for group in groups.values() if len(group) > 1]
     last = {group[-1]: _joined(group) for group in several}
     gone = {node for group in several for node in group[:-1]}
-    return _behind_what_they_read([last.get(node, node) for node in nodes if node not in gone])
-
-
-def _behind_what_they_read(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes in an order in which they can run, otherwise in their own."""
-    found, waiting = [], list(nodes)
-    while waiting:
-        missing = {value for node in waiting for value in node.outputs.values()}
-        ready = (n for n in waiting if missing.isdisjoint(n.inputs.values()))
-        node = next(ready)
-        waiting.remove(node)
-        found.append(node)
-    return found
+    return behind_what_they_read([last.get(node, node) for node in nodes if node not in gone])
 
 
 def _size(node: Node) -> tuple | None:

@@ -30,7 +30,7 @@ from triton_kernels.elementwise.steps import (
     Step,
 )
 
-from ..graph import Node, Value, numbered
+from ..graph import Node, Value, numbered, row_beside, rows_beside
 from .by_pytorch import WHEN
 from .rewrite import Fusing, Row
 
@@ -122,11 +122,9 @@ def _moved(steps: list[Step], reads: list[int], start: int) -> list[Step]:
 
 def _has(value: Value, shape: tuple[int, ...]) -> int | None:
     """What a value has of the elements of this shape, see `steps`."""
-    n, *between, c = shape
-    ones = (1,) * len(between)
     sizes = {
-        ALL: shape, ONE: (1, *ones, 1), OF_CHANNELS: (1, *ones, c), OF_IMAGES: (n, *ones, c),
-        OF_PIXELS: (n, *between, 1),
+        ALL: shape, ONE: (1,) * len(shape), OF_CHANNELS: row_beside(shape),
+        OF_IMAGES: rows_beside(shape), OF_PIXELS: (*shape[:-1], 1),
     }  # fmt: skip
     return next((kind for kind, size in sizes.items() if value.shape == size), None)
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from ..graph import Node, Value, numbered
+from ..graph import Node, Value, numbered, rows_beside
 from .by_pytorch import WHEN
 from .rewrite import Fusing, Row
 
@@ -156,8 +156,7 @@ def _of_images(node: Node | None) -> Value | None:
     if node is None or len(node.out.shape) < 3:
         return None
     a, b = node.inputs["a"], node.inputs["b"]
-    shape = node.out.shape
-    rows = (shape[0], *(1 for _ in shape[1:-1]), shape[-1])
+    shape, rows = node.out.shape, rows_beside(node.out.shape)
     return b if a.shape == shape and b.shape == rows != shape else None
 
 

@@ -25,10 +25,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..graph import Node, Value
+from ..graph import Node, Value, readers_of
 from ..moves import Move
 from ..ops import FREE, WEIGHT_GRADS
-from ..order import GROUP, readers_of
+from ..order import GROUP
 from .places import EMB, Place
 
 SHARE = 0.5  # of the multiprocessors: see docs/tried.md
