@@ -30,7 +30,7 @@ from .views import merged
 
 def canonicalise(graph: Graph) -> None:
     """Apply all of them, in place."""
-    first = _constants, once, _casts, _biases, find_norms, find_activations, find_gates
+    first = _constants, merge_equal, _casts, _biases, find_norms, find_activations, find_gates
     for rewrite in (*first, _norms, fold_factors, _scales, pick_filters, _padding, _downsampled):
         rewrite(graph)
         graph.prune()
@@ -50,7 +50,7 @@ def _constants(graph: Graph) -> None:
     graph.nodes = kept
 
 
-def once(graph: Graph) -> None:
+def merge_equal(graph: Graph) -> None:
     """Nodes that compute the same become one."""
     seen: dict[tuple, Node] = {}
     same: dict[Value, Value] = {}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .graph import Graph, Node, Value
 from .moves import Move, nodes_of
-from .streams import alive, let_go, on_streams
+from .streams import alive, on_streams, set_lifetimes
 
 
 @dataclass
@@ -48,5 +48,5 @@ def schedule(
 ) -> Schedule:
     """The schedule of a graph whose nodes these moves launch, in this order."""
     backward = on_streams(backward, listens) if backward else []
-    let_go([*forward, *backward], {*graph.outputs, *kept})
+    set_lifetimes([*forward, *backward], {*graph.outputs, *kept})
     return Schedule(forward, backward, set(graph.fixed(nodes_of(forward))), placed)

@@ -158,12 +158,12 @@ def _bytes(move: Move) -> int:
     return sum(v.bytes for v in move.reads)
 
 
-# --- lives ----------------------------------------------------------------------------------------
+# --- lifetimes ------------------------------------------------------------------------------------
 
 
-def let_go(moves: Sequence[Move], kept: set[Value]) -> None:
-    """Say behind which move nobody reads each value any more, and the main stream, whose the memory
-    is, has waited for who does. What is read by nobody it waits for is there to the end."""
+def set_lifetimes(moves: Sequence[Move], kept: set[Value]) -> None:
+    """Note with each move the values that die behind it: their last reader is done, and the main
+    stream, which owns the memory, has waited for it. If it never waits, they live to the end."""
     awaited = {piece: i for i, m in enumerate(moves) if m.what == "wait" for piece in m.waits}
     end_of: dict[Value, int] = {}
     for i, move in enumerate(moves):

@@ -96,7 +96,7 @@ def order_of():
 
 
 def ordered(urgent):
-    on_streams, let_go, seen = streams.on_streams, streams.let_go, []
+    on_streams, set_lifetimes, seen = streams.on_streams, streams.set_lifetimes, []
 
     def noted(order, listens):
         seen.append(list(order))
@@ -104,11 +104,11 @@ def ordered(urgent):
 
     def noted_kept(moves, kept):
         seen.append(kept)
-        let_go(moves, kept)
+        set_lifetimes(moves, kept)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "on_streams", noted)
-        patch.setattr(schedule, "let_go", noted_kept)
+        patch.setattr(schedule, "set_lifetimes", noted_kept)
         planned(urgent=urgent)
     return seen
 
@@ -118,7 +118,7 @@ def streamed(order_of):
     def make(urgent=False):
         order, kept = order_of[urgent]
         made = streams.on_streams(order, listens=True)
-        streams.let_go(made, kept)
+        streams.set_lifetimes(made, kept)
         return made
 
     return make

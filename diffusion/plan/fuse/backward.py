@@ -1,6 +1,6 @@
 """The rows of the backward pass, in the order in which they are applied."""
 
-from .by_pytorch import WHEN, attention_without_kernels, cast_of_parts
+from .by_pytorch import attention_without_kernels, cast_of_parts
 from .elementwise import ONE_PASS
 from .epilogue import added
 from .few_channels import few_channels
@@ -17,7 +17,7 @@ from .norms import (
 )
 from .parameter_grads import bias_sums, exact_weight_grad, exact_weight_grad_of_norm
 from .resampled import halved, pool_grad, pooled_dx, small_input_grad, small_plain_grad
-from .rewrite import Row
+from .rewrite import NOT_IN_A_STEP, Row
 
 BACKWARD_ROWS = (
     Row(
@@ -101,7 +101,7 @@ BACKWARD_ROWS = (
     ),
     Row(
         "parts cast where they are read", ("slice",), cast_of_parts,
-        "0.8 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", WHEN
+        "0.8 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", NOT_IN_A_STEP
     ),
     ONE_PASS,
 )  # fmt: skip

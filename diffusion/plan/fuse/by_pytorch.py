@@ -2,9 +2,8 @@
 because its kernels read and write any type and any steps through memory."""
 
 from ..graph import Node, Value
-from .rewrite import Fusing, Row
+from .rewrite import NOT_IN_A_STEP, Fusing, Row
 
-WHEN = ("train", "sample")  # not in a step, whose gradients have places
 _READERS = ("act", "add", "affine", "cast", "cat", "mul", "sum")  # of rows that lie apart
 _ROWS = ("emb", "scale", "shift")  # one for each image, which our kernels read so, too
 
@@ -66,5 +65,5 @@ def attention_without_kernels(f: Fusing, node: Node) -> Value | None:
 WHERE_IT_LIES = Row(
     "parts read where they lie", ("slice",), _part_where_it_lies,
     "1.7 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW; of FiLM 0.9 of "
-    "improved-diffusion at 128 and 1.0 of DeepFloyd IF at 8 (predicted)", WHEN
+    "improved-diffusion at 128 and 1.0 of DeepFloyd IF at 8 (predicted)", NOT_IN_A_STEP
 )  # fmt: skip

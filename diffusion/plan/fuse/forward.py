@@ -1,12 +1,12 @@
 """The rows of the forward pass, in the order in which they are applied."""
 
-from .by_pytorch import WHEN, WHERE_IT_LIES, cat_as_it_is_read
+from .by_pytorch import WHERE_IT_LIES, cat_as_it_is_read
 from .elementwise import ONE_PASS
 from .epilogue import added, epilogue_add, epilogue_factor, partials, terms_together
 from .few_channels import few_inputs, few_outputs
 from .norms import dropped_pass, table_and_pass
 from .resampled import conv_upsampled, halved, norm_of_upsampled
-from .rewrite import Row
+from .rewrite import NOT_IN_A_STEP, Row
 
 FORWARD_ROWS = (
     Row(
@@ -60,7 +60,7 @@ FORWARD_ROWS = (
     ),
     Row(
         "concatenations as they are read", ("cast",), cat_as_it_is_read,
-        "0.7 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", WHEN
+        "0.7 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", NOT_IN_A_STEP
     ),
     ONE_PASS,
     WHERE_IT_LIES,

@@ -5,8 +5,7 @@ from itertools import pairwise
 import torch
 
 from ..graph import Node, Value, numbered, rows_beside
-from .by_pytorch import WHEN
-from .rewrite import Fusing, Row
+from .rewrite import NOT_IN_A_STEP, Fusing, Row
 
 
 def _packed_qkv(f: Fusing, node: Node) -> Value | None:
@@ -211,10 +210,10 @@ PREPARING = (
     ),
     Row(
         "filters are normed as they lie", ("channel_norm",), _norm_of_filters,
-        "up to six copies of the filters of a step of EDM2", WHEN
+        "up to six copies of the filters of a step of EDM2", NOT_IN_A_STEP
     ),
     Row(
         "an embedding's products in the activation's pass", ("act", "add"), _pass_of_an_embedding,
-        "3.9 % of a step of EDM2-S at 32 images (predicted)", WHEN
+        "3.9 % of a step of EDM2-S at 32 images (predicted)", NOT_IN_A_STEP
     ),
 )  # fmt: skip

@@ -17,6 +17,9 @@ from ..ops import PARTS
 HALF = (2, 2)  # pixels of a block, or steps
 
 
+NOT_IN_A_STEP = ("train", "sample")  # `Row.when`: in a step gradients have places
+
+
 @dataclass(frozen=True)
 class Row:
     name: str

@@ -10,7 +10,7 @@ returns None.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ..canonical import once
+from ..canonical import merge_equal
 from ..differentiate import Backward
 from ..graph import Graph, Node
 from .backward import BACKWARD_ROWS
@@ -51,7 +51,7 @@ def applied() -> Iterator[set[str]]:
 def prepare(graph: Graph, mode: str) -> None:
     """Apply the rows of `PREPARING`, in place."""
     _apply(graph, PREPARING, mode)
-    once(graph)  # the sums of a tensor serve every norm that reads it
+    merge_equal(graph)  # the sums of a tensor serve every norm that reads it
     graph.prune()
 
 

@@ -14,7 +14,7 @@ from .draws import draws
 from .recording import Recording
 
 
-def apart(function: Callable[[], Any]) -> Any:
+def unrecorded(function: Callable[[], Any]) -> Any:
     """What a function returns in another thread, where nothing is recorded and nothing is cast;
     None, if it raises: then there is no such result."""
     made: list[Any] = []
@@ -51,7 +51,7 @@ def known_numbers(x: Tensor, found: Recording) -> Tensor | None:
             made.update(zip(map(id, call.results), results, strict=True))
         return made[id(y)]
 
-    return apart(lambda: numbers(x))
+    return unrecorded(lambda: numbers(x))
 
 
 def _shaped(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from .known_numbers import apart
+from .known_numbers import unrecorded
 
 _SIZE = 3  # of each tensor in the trial
 
@@ -24,7 +24,7 @@ def is_function(x: Any) -> bool:
 def checkpointed(function: type[Function], args: tuple) -> Callable[[], Any] | None:
     """What to call in the place of function.apply(*args); None: it is no checkpoint."""
     at = [i for i, x in enumerate(args) if is_function(x)]
-    places = apart(lambda: _tried(function, args, at[0])) if len(at) == 1 else None
+    places = unrecorded(lambda: _tried(function, args, at[0])) if len(at) == 1 else None
     return None if places is None else lambda: args[at[0]](*(args[i] for i in places))
 
 

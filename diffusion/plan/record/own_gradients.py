@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from .known_numbers import apart
+from .known_numbers import unrecorded
 from .own_functions import autocasts, called
 
 _DRAWS = ((1.0, 1.0), (8.0, 1000.0))  # of arguments, and of gradients: some functions limit them
@@ -45,7 +45,7 @@ def is_of_forward(function: type[Function], args: Sequence[Any]) -> bool:
         agree = partial(_agree, function, args, shapes)
         asked = [partial(agree, *sizes, _WITHIN) for sizes in _DRAWS]
         asked += [partial(agree, *_DRAWS[0], _WITHIN_LOW, dtype) for dtype in low]
-        known[key] = all(apart(each) is True for each in asked)
+        known[key] = all(unrecorded(each) is True for each in asked)
     return known[key]
 
 
