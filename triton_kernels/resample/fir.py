@@ -21,7 +21,7 @@ Taps = tuple[tuple[float, ...], ...]  # R rows of S
 
 
 @triton.jit
-def fir_kernel(
+def _fir_kernel(
     x_ptr,  # [N, H, W, C]
     y_ptr,  # [N, P, Q, C]
     H,
@@ -82,7 +82,7 @@ def fir(
     block_q = min(triton.next_power_of_2(q), _TILE // block_c)
     qb, cb = triton.cdiv(q, block_q), triton.cdiv(c, block_c)
     numbers = tuple(float(number) for row in taps for number in row)
-    fir_kernel[(n * p * qb * cb,)](
+    _fir_kernel[(n * p * qb * cb,)](
         x, y, h, w, c, p, q, *start, qb, cb,
         TAPS=numbers, R=len(taps), S=len(taps[0]), UP=up, DOWN=down,
         BLOCK_Q=block_q, BLOCK_C=block_c, **overlapping(x.device, n * h * w),
