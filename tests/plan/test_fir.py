@@ -52,10 +52,16 @@ def test_of_known_numbers(op, filters, how):
     assert difference(module, x) < BUDGET
 
 
-@pytest.mark.parametrize("stride", [2, (1, 2)])
-def test_others_are_not(stride):
-    """Filters of their own for each channel, or a stride of their own for rows."""
-    each = torch.stack([SMOOTH * k for k in range(1, 5)]) if stride == 2 else SMOOTH.expand(4, 4, 4)
+OTHERS = {
+    "of their own for each channel": (torch.stack([SMOOTH * k for k in range(1, 5)]), 2),
+    "a stride of their own for rows": (SMOOTH.expand(4, 4, 4), (1, 2)),
+    "too many numbers": (torch.full((4, 5, 13), 1 / 65), 1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_others_are_not(name):
+    each, stride = OTHERS[name]
 
     class Own(nn.Module):
         def __init__(self):
@@ -66,7 +72,7 @@ def test_others_are_not(stride):
         def forward(self, x):
             return F.conv2d(self.first(x), self.filters, stride=stride, groups=4)
 
-    x = torch.randn(2, 4, 8, 7)
+    x = torch.randn(2, 4, 8, 15)
     assert "fir" not in trace(Own(), (x,)).graph.count()
     assert difference(Own(), x) < BUDGET
 

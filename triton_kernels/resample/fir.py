@@ -17,6 +17,7 @@ from ..runtime.dependent_launch import await_inputs, overlapping
 
 _TILE = 2048  # numbers of a program: 16 a thread of four warps
 _MOST_CHANNELS = 256
+MOST_TAPS = 64  # each is a load in the kernel's code
 Taps = tuple[tuple[float, ...], ...]  # R rows of S
 
 

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from triton_kernels.resample.fir import MOST_TAPS
+
 from ..graph import Value
 from ..views import View, length, whole
 from .sources import source
@@ -20,8 +22,8 @@ def resampled(low, x, weight, bias, stride, padding, dilation, transposed, more,
     step, zeros = _pair(stride), _pair(padding)
     if (one, c, co) != (1, groups, groups) or bias is not None or set(dilation) != {1}:
         return None
-    taps = _numbers(low, weight)
-    if taps is None or step[0] != step[1]:
+    taps = _numbers(low, weight) if r * s <= MOST_TAPS and step[0] == step[1] else None
+    if taps is None:
         return None
     images, channels = _apart(x) if c == 1 else (x.dims[0], x.dims[1])
     value = low.gather(View(x.value, (images, x.dims[2], x.dims[3], channels), x.offset))
