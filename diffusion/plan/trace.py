@@ -21,7 +21,7 @@ from ..models.layers import Layer
 from .canonical import canonicalise
 from .graph import Graph, PlanError
 from .known_buffers import KnownBuffers
-from .lower import attention_by_hand, by_pytorch, layers, shapes  # noqa: F401  they fill the table
+from .lower import attention_by_hand, by_pytorch, images, shapes  # noqa: F401  they fill the table
 from .lower.arithmetic import draw, function, is_function
 from .lower.shapes import detached
 from .lower.table import LOWERINGS, Lowering, understood

@@ -4,6 +4,7 @@ code puts between and around pixels before it.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -19,7 +20,7 @@ def resampled(low, x, weight, bias, stride, padding, dilation, transposed, more,
     """Where it is one number for every pixel of a block, its mean, or transposed what each pixel
     becomes, times a number; else a FIR filter. None: it is something else."""
     (c, one, r, s), (_, co, p, q) = weight.shape, low.meta.shape
-    step, zeros = _pair(stride), _pair(padding)
+    step, zeros = to_tuple(stride, 2), to_tuple(padding, 2)
     if (one, c, co) != (1, groups, groups) or bias is not None or set(dilation) != {1}:
         return None
     taps = _numbers(low, weight) if r * s <= MOST_TAPS and step[0] == step[1] else None
@@ -45,9 +46,10 @@ def resampled(low, x, weight, bias, stride, padding, dilation, transposed, more,
     return View(y.value, (images + channels, (), p, q) if c == 1 else (images, channels, p, q))
 
 
-def _pair(given: int | list[int]) -> tuple[int, ...]:
+def to_tuple(given: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """As many numbers, of one for all or of that many."""
     given = (given,) if isinstance(given, int) else tuple(given)
-    return given if len(given) == 2 else given * 2
+    return given if len(given) == count else given * count
 
 
 def _numbers(low: Lowering, weight: View) -> tuple[tuple[float, ...], ...] | None:
