@@ -42,6 +42,8 @@ class Filtered(nn.Module):
         ("fir", SMOOTH, {"stride": 2, "padding": 1, "alone": True}),
         ("fir", torch.ones(2, 2), {"stride": 2, "padding": 1}),
         ("avg_pool", torch.ones(2, 2) / 4, {"stride": 2}),
+        ("avg_pool", torch.full((1, 3), 1 / 3), {"stride": (1, 3)}),
+        ("upsample", torch.ones(3, 1), {"stride": (3, 1), "transposed": True}),
         ("upsample", torch.ones(2, 2), {"stride": 2, "transposed": True}),
     ],
 )

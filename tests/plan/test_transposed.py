@@ -65,3 +65,21 @@ def test_filters_of_one_row_are_cast_as_those_of_images(layers):
             for node in nodes_of(schedule)
             for value in node.inputs.values()
         )
+
+
+class Turned(nn.Module):
+    """Filters of one row that are multiplied as those of one column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4, 1, 5))
+
+    def forward(self, x):
+        return torch.conv2d(x, self.weight[:, :, 0, :, None])
+
+
+def test_an_axis_of_one_may_be_another_one():
+    module, x = Turned(), torch.randn(2, 4, 9, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, z = Accelerated(copy.deepcopy(module))(x), module(x)
+    torch.testing.assert_close(y, z, rtol=2e-2, atol=2e-2)

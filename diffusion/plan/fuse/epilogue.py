@@ -1,6 +1,6 @@
 """Rows of epilogues: what a launch adds, and which sums it takes, while it writes."""
 
-from ..graph import Node, Value
+from ..graph import Node, Value, rows_beside
 from .rewrite import HALF, Fusing
 
 
@@ -68,13 +68,13 @@ def _take_term(f: Fusing, node: Node, conv: Node, other: Value) -> bool:
 
 def _embedding_of(f: Fusing, node: Node, value: Value) -> Value | None:
     """emb [N, C] of a summand [N, 1, 1, C], or None."""
-    n, c = node.out.shape[0], node.out.shape[-1]
-    if value.shape != (n, 1, 1, c):
+    rows = node.out.shape[0], node.out.shape[-1]
+    if value.shape != rows_beside(node.out.shape):
         return None
     reshape = f.maker(value, "reshape")
     emb = value if reshape is None else reshape.inputs["x"]
-    if emb.shape != (n, c):  # that of one token, or the sums over an image
-        emb = f.insert(node, "reshape", {"x": emb}, {"y": ((n, c), emb.dtype)}).out
+    if emb.shape != rows:  # that of one token, or the sums over an image
+        emb = f.insert(node, "reshape", {"x": emb}, {"y": (rows, emb.dtype)}).out
     return f.uncast(emb)  # the epilogue adds in float32
 
 

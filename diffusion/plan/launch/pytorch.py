@@ -120,7 +120,7 @@ def _casts(run, node, given):
         node.outputs.items(), node.attrs["parts"], strict=True
     ):
         x = xs[first]
-        if not others and x.ndim < len(value.shape):
+        if not others and x.shape != value.shape:  # an axis of one more, or elsewhere
             x = xs[first] = x.view(value.shape)
         if others:
             y = torch.empty(value.shape, dtype=value.dtype, device=x.device)

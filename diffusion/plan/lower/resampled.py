@@ -23,7 +23,7 @@ def resampled(low, x, weight, bias, stride, padding, dilation, transposed, more,
     step, zeros = to_tuple(stride, 2), to_tuple(padding, 2)
     if (one, c, co) != (1, groups, groups) or bias is not None or set(dilation) != {1}:
         return None
-    taps = _numbers(low, weight) if r * s <= MOST_TAPS and step[0] == step[1] else None
+    taps = _numbers(low, weight)
     if taps is None:
         return None
     images, channels = _apart(x) if c == 1 else (x.dims[0], x.dims[1])
@@ -34,14 +34,17 @@ def resampled(low, x, weight, bias, stride, padding, dilation, transposed, more,
         y = low.make(op, {"x": low.cast(value, dtype)}, shape, dtype, **{how: (r, s)})
         number *= 1 if transposed else r * s
         y = whole(y) if number == 1 else each(low, "affine", whole(y), scale=number, offset=0)
-    elif transposed:
-        taps = tuple(row[::-1] for row in taps[::-1])
-        how = {"up": step[0], "down": 1, "start": (r - 1 - zeros[0], s - 1 - zeros[1])}
-        y = whole(low.make("fir", {"x": low.cast(value, dtype)}, shape, dtype, taps=taps, **how))
+    elif r * s > MOST_TAPS or step[0] != step[1]:
+        return None
     else:
-        value, up, start = _without_zeros(low, value, zeros)
-        how = {"up": up, "down": step[0], "start": start}
-        y = whole(low.make("fir", {"x": low.cast(value, dtype)}, shape, dtype, taps=taps, **how))
+        up, down = (step[0], 1) if transposed else (1, step[0])
+        if transposed:
+            taps = tuple(row[::-1] for row in taps[::-1])
+            start = r - 1 - zeros[0], s - 1 - zeros[1]
+        else:
+            value, up, start = _without_zeros(low, value, zeros)
+        how = {"taps": taps, "up": up, "down": down, "start": start}
+        y = whole(low.make("fir", {"x": low.cast(value, dtype)}, shape, dtype, **how))
     images, p, q, channels = y.dims
     return View(y.value, (images + channels, (), p, q) if c == 1 else (images, channels, p, q))
 
