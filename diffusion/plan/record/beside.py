@@ -7,7 +7,7 @@ makes others.
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -67,13 +67,15 @@ def _contents(rest: list[Container]) -> Contents:
     while rest:
         x = rest.pop()
         if id(x) not in found:
-            found[id(x)] = x, dict(x) if isinstance(x, dict) else list(x)
-            rest += _containers(_values(found[id(x)][1]))
+            found[id(x)] = x, list.copy(x) if isinstance(x, list) else dict(dict.items(x))
+            rest += _containers(_values(x))
     return found
 
 
-def _values(x: Container | Mapping) -> list[Any]:
-    return x if isinstance(x, list) else list(x.values())
+# A library's own kind of dict or list may import what is asked of it, or refuse to be walked
+# through: what it stores is read by the methods of Python's.
+def _values(x: Container) -> list[Any]:
+    return list.copy(x) if isinstance(x, list) else list(dict.values(x))
 
 
 def _containers(values: Iterable[Any]) -> list[Container]:
@@ -90,7 +92,7 @@ def _left(before: Contents) -> Left:
         was, values = before[i][1] if i in before else None, _values(at)
         if was is not None and len(was) == len(values) and all(map(is_, values, _values(was))):
             continue
-        for key, x in list(enumerate(at) if isinstance(at, list) else at.items()):
+        for key, x in enumerate(values) if isinstance(at, list) else list(dict.items(at)):
             if x is _at(was, key) or (was is None and id(x) in imported):
                 continue
             tensors = [y for y in leaves(x) if _is_recorded(y)]
