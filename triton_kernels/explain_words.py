@@ -20,7 +20,6 @@ from .norm.from_partials import NORM_OF_SUMS
 from .norm.group_norm import GROUP_NORM, GROUP_NORM_GRAD
 from .registry.kernel import Op
 from .registry.spec import (
-    FORWARD_TERMS,
     GRAD_TERMS,
     TERMS,
     AttentionSpec,
@@ -190,7 +189,8 @@ def _conv(words: Sequence[str]) -> tuple[Op, ConvSpec]:
 
 def _check_terms(which: str, given: dict[str, Any], unfused: bool, name: str | None) -> None:
     """ValueError: a term of an epilogue, or of a norm, that what is asked for does not have."""
-    terms = {"forward": FORWARD_TERMS, "input_grad": (*GRAD_TERMS, "first"), "weight_grad": ()}
+    of_forward = tuple(term for term in TERMS if term not in GRAD_TERMS)
+    terms = {"forward": of_forward, "input_grad": (*GRAD_TERMS, "first"), "weight_grad": ()}
     known = () if unfused else terms[which]
     if name is not None:
         wanted = "input_grad" if name.endswith("input_grad") else "forward"

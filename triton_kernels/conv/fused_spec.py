@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..registry.spec import ConvSpec, dtype_name
+from ..registry.spec import TERMS, ConvSpec, dtype_name
 
 
 class Terms(NamedTuple):
@@ -27,7 +27,7 @@ class Terms(NamedTuple):
     @property
     def asked(self) -> dict[str, Any]:
         """For `forward_spec`."""
-        there = {name: getattr(self, name) is not None for name in ("emb", "residual", "factor")}
+        there = {name: getattr(self, name) is not None for name in self._fields if name in TERMS}
         return there | {"extra": self.others}
 
     @property
