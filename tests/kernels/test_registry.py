@@ -116,6 +116,14 @@ def test_a_kernel_refuses_terms_of_an_epilogue_that_it_does_not_add():
         assert Op("op", (), (kernel,)).why_not(kernel, with_terms, HOPPER) == why
 
 
+def test_kernels_of_hopper_want_its_shared_memory():
+    small = HOPPER._replace(shared_memory=128 << 10)
+    spec = ConvSpec(128, "bf16", 64, 64, 64, 64, filters=(64, 64))
+    assert registry.select(FORWARD, spec, HOPPER).kernel.name == "tile_mma"
+    assert registry.select(FORWARD, spec, small).kernel.name == "tma"
+    assert "227 KB of shared memory, not 128" in FORWARD.kernel("tile_mma").refuse(spec, small)
+
+
 def test_a_kernel_is_known_by_its_name(measured):
     """Two kernels may have configurations of equal numbers."""
     measured(row(8, kernel="other"))

@@ -19,6 +19,7 @@ else:
     SUPPORTED, MISSING = True, None
 
 LOADER_REGISTERS = 24  # of a thread of the warps that load: the fewest there are
+_SHARED = 227 << 10  # bytes of shared memory that a program may use on every chip with wgmma
 
 
 def missing(gpu: Device, itemsize: int = 2) -> str | None:
@@ -28,6 +29,9 @@ def missing(gpu: Device, itemsize: int = 2) -> str | None:
         return f"there are no Gluon kernels with this Triton: {MISSING}"
     if not gpu.hopper:
         return "it is written for compute capability 9, which alone has wgmma"
+    if gpu.shared_memory < _SHARED:
+        kilobytes = (size >> 10 for size in (_SHARED, gpu.shared_memory))
+        return "it is written for {} KB of shared memory, not {}".format(*kilobytes)
     return None if itemsize == 2 else f"numbers have {8 * itemsize} bits; it multiplies 16"
 
 
