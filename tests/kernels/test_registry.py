@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import runpy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +19,12 @@ from triton_kernels.registry import choose as registry, rows, search
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.kernel import Kernel, Op
 from triton_kernels.registry.spec import ConvSpec, Spec
+from triton_kernels.runtime import device as device_module
 from triton_kernels.runtime.device import Device
 
 from .chips import HOPPER
 
+ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((Path(rows.__file__).parents[1] / "measured").glob("*.jsonl"))
 
 AMPERE = Device(tma=False, num_sms=108, shared_memory=166_912, arch=80)
@@ -122,6 +125,18 @@ def test_kernels_of_hopper_want_its_shared_memory():
     assert registry.select(FORWARD, spec, HOPPER).kernel.name == "tile_mma"
     assert registry.select(FORWARD, spec, small).kernel.name == "tma"
     assert "227 KB of shared memory, not 128" in FORWARD.kernel("tile_mma").refuse(spec, small)
+
+
+def test_the_example_of_an_own_kernel(device, monkeypatch):
+    monkeypatch.setattr(device_module, "kernels", set(device_module.kernels))
+    own = runpy.run_path(str(ROOT / "examples" / "own_kernel.py"))
+    for shape in ((3, 5, 7), (2, 1024), (0, 4)):
+        x, z = torch.randn(2, *shape, device=device).half()
+        exact = x.double() - 3 * z.double()
+        torch.testing.assert_close(own["scaled_add"](x, z, -3), exact.half())
+    spec = own["ScaledAddSpec"](256, "bf16", 4096)
+    assert registry.select(own["SCALED_ADD"], spec, HOPPER).config == own["Flat"](1024)
+    assert own["Flat"](4096) in own["FLAT"].configs(spec, HOPPER)
 
 
 def test_a_kernel_is_known_by_its_name(measured):
