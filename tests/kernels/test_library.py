@@ -209,6 +209,19 @@ def test_twice_differentiated_raises(case, device):
             dx.sum().backward()
 
 
+@pytest.mark.parametrize("case", ["conv2d", "group_norm", "channel_norm", "attention", "dropout"])
+def test_twice_differentiated_by_one_tensor_raises(case, device):
+    """That nothing says that the first gradient depends on: None would be taken for zeros."""
+    x, *rest = _arguments(case, device)
+    y = _op_of(case)(x, *rest)
+    y = y[0] if isinstance(y, tuple) else y
+    dy = torch.ones_like(y, requires_grad=True)
+    (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    for by in (dy, x)[: 1 if case == "dropout" else 2]:  # which is linear
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            torch.autograd.grad(dx.sum(), by, allow_unused=True, retain_graph=True)
+
+
 def test_fake_tensors_are_not_launched_on(device):
     """Inside of their mode, and outside as well."""
     mode = FakeTensorMode()

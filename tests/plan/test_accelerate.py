@@ -501,6 +501,15 @@ def test_a_gradient_penalty_raises():
     assert dw.isfinite().all()  # which nobody differentiates
 
 
+@pytest.mark.parametrize("name", ["jvp", "hvp", "vhp", "hessian"])
+def test_second_derivatives_of_pytorch_raise(name):
+    """They take zeros for what the first derivative does not say that it depends on."""
+    fast, x = accelerate(nn.Conv2d(3, 4, 3)), torch.randn(1, 3, 3, 3)
+    function = getattr(torch.autograd.functional, name)
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        function(lambda x: fast(x).sin().sum(), x, *([] if name == "hessian" else [x]))
+
+
 def test_ddp_of_two_processes(tmp_path):
     code, _, err = run("-m", "tests.plan.two_processes", str(tmp_path))
     assert code == 0, err

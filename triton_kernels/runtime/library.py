@@ -133,10 +133,12 @@ _NO_SECOND = (
 
 def once_differentiable(backward: Callable) -> Callable:
     """Decorator of the backward of an autograd.Function whose gradients have no derivative: under
-    create_graph=True they raise where somebody differentiates them.
+    create_graph=True they raise where somebody differentiates them, by whatever `backward` reads:
+    incoming gradients, and tensors that it has saved.
 
     PyTorch's decorator of this name returns constants instead if the incoming gradient is one, as
-    that of y.sum() is, and a gradient penalty has no effect without a word."""
+    that of y.sum() is, and a gradient penalty has no effect without a word. By what its gradients
+    are not made of, autograd does not differentiate, and torch.autograd.functional takes zeros."""
 
     @wraps(backward)
     def once(ctx, *dys):
@@ -146,6 +148,7 @@ def once_differentiable(backward: Callable) -> Callable:
             return grads
         grads = grads if isinstance(grads, tuple) else (grads,)
         aliases = [None if g is None else g.detach().requires_grad_() for g in grads]
-        return torch._C._functions.DelayedError(_NO_SECOND, len(aliases))(*aliases)
+        made_of = *aliases, *dys, *ctx.saved_tensors
+        return torch._C._functions.DelayedError(_NO_SECOND, len(made_of))(*made_of)[: len(grads)]
 
     return once
