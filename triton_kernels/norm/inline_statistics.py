@@ -55,7 +55,7 @@ class OneLaunch(NamedTuple):
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
     if spec.n == 0 or spec.mask or spec.upsampled:
-        return "it does no dropout, no upsampling, and images that there are"
+        return "it does no dropout, no upsampling, and no batch of 0 images"
     return None
 
 
@@ -63,10 +63,10 @@ def _untimed(spec: NormSpec, gpu: Device) -> str | None:
     sums = loaded_sums(channel_block(spec.c1, spec.c2), spec, *spec.tiles)
     most = _MOST_SUMS_OF_DX if spec.grad else _MOST_SUMS
     if sums > most:
-        return f"{sums} sums of either kind a program; at most {most}"
-    config = OneLaunch()
-    if spec.elements > gpu.busy * config.tile * config.tiles:
-        return f"{spec.elements} numbers are of more programs than {gpu.busy}"
+        return f"a program loads {sums} sums of either kind; at most {most}"
+    numbers = gpu.busy * OneLaunch().tile * OneLaunch().tiles
+    if spec.elements > numbers:
+        return f"{spec.elements} numbers; at most {numbers}, which keep the GPU busy once"
     return None
 
 

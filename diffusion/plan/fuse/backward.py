@@ -91,7 +91,7 @@ BACKWARD_ROWS = (
         "one copy of the filters of a step of EDM2, and not rounded twice", ("train",)
     ),
     Row(
-        "coefficients in the launch of dx", NORM_DX, coefficients,
+        "coefficients and dx in one node", NORM_DX, coefficients,
         "0.85 % of a step of 32 images, 0.6 of 128", ("step",)
     ),
     Row(

@@ -38,7 +38,7 @@ FORWARD_ROWS = (
         "0.2 % of a step of adm64 at 32 images (H100)", ("train", "step")
     ),
     Row(
-        "table and pass of a norm in one launch", ("norm_apply",), table_and_pass,
+        "table and pass of a norm in one node", ("norm_apply",), table_and_pass,
         "0.65 % of a step of 32 images, 0.4 of 128"
     ),
     Row(
