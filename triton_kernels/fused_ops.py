@@ -40,6 +40,7 @@ from .conv.few import conv_few
 from .conv.fused import conv_forward, conv_input_grad, conv_plain_input_grad
 from .conv.norm_conv import NORM_CONV, norm_conv
 from .conv.plain.pad_channels import pad_channels
+from .conv.plain.reorder import reorder
 from .conv.plain.split_k_sum import resample_parts, sum_parts
 from .conv.skip_dx import skip_backward, skip_dx
 from .conv.split import CONV_SPLIT, conv_split

@@ -10,11 +10,13 @@ from triton_kernels.runtime.device import Device
 from triton_kernels.runtime.launch_recorder import Launch, rehearsal
 
 from .build import Plan
+from .dry_run import launch_on_shapes, unwritten
 from .execute import Streams, run_moves
 from .graph import Node, Value
+from .launch.pytorch import as_it_lies
 from .launch.table import BY_PYTORCH, launch_kernels
 
-_HOST, _META = torch.device("cpu"), torch.device("meta")
+_HOST = torch.device("cpu")
 
 
 def launches_of(made: Plan, tensors: Sequence[Tensor], gpu: Device) -> list[Launch]:
@@ -23,14 +25,13 @@ def launches_of(made: Plan, tensors: Sequence[Tensor], gpu: Device) -> list[Laun
     graph, back = made.graph, made.backward
     starts = [*graph.inputs, *graph.parameters.values(), *graph.constants]
     there = [*tensors, *graph.constants.values()]
-    values = {v: _like(x, _HOST) for v, x in zip(starts, there, strict=True)}
+    values = {v: unwritten(x, _HOST) for v, x in zip(starts, there, strict=True)}
     streams, run = Streams(_HOST, others=1), launch_kernels.of_backward({}, _HOST)
 
     def launch(node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
-        if node.op not in BY_PYTORCH:
-            return run(node, values)
-        shapes = {v: _like(values[v], _META) for v in node.inputs.values() if v is not None}
-        return {v: _like(x, _HOST) for v, x in run(node, shapes).items()}
+        if node.op in BY_PYTORCH:
+            return launch_on_shapes(run, node, values)
+        return run(node, values)
 
     with rehearsal(gpu) as launches, torch.no_grad():
         run_moves(made.schedule.forward, values, streams, launch)
@@ -38,9 +39,9 @@ def launches_of(made: Plan, tensors: Sequence[Tensor], gpu: Device) -> list[Laun
             for seed in back.seeds.values():
                 values[seed] = torch.empty(seed.shape, dtype=seed.dtype)
             run_moves(made.schedule.backward, values, streams, launch)
+            for value, x in zip(
+                graph.parameters.values(), tensors[len(graph.inputs) :], strict=True
+            ):
+                if value in back.grads:
+                    as_it_lies(values[back.grads[value]], x, run.kernels)
     return launches
-
-
-def _like(x: Tensor, device: torch.device) -> Tensor:
-    """Memory of the same shape, order and dtype, that nobody has written."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)

@@ -211,6 +211,7 @@ class Graph:
         self.inputs: list[Value] = []  # what the caller gives
         self.parameters: dict[str, Value] = {}  # by their names in the module; buffers, too
         self.trainable: set[str] = set()  # of these, the ones that a gradient may be asked of
+        self.in_order: set[Value] = set()  # and filters that lie in memory as kernels read them
         self.constants: dict[Value, Tensor] = {}
         self.outputs: list[Value] = []
         self.why: dict[Value, list[str]] = {}  # what made a value as it is made, and the figures

@@ -13,13 +13,14 @@ from triton_kernels.runtime.library import once_differentiable
 from .build import Plan
 from .execute import Streams, run_moves
 from .graph import Value
+from .launch.pytorch import as_it_lies
 from .launch.table import Launcher, launch_kernels, launch_reference
 from .replay import Replay
 
 _TWICE = "backward through a plan a second time: its values are gone; those of the next call stay"
 
 
-def launcher(device: torch.device) -> Callable:
+def launcher(device: torch.device) -> Launcher:
     """What launches a node there."""
     return launch_kernels if on_gpu(device) else launch_reference
 
@@ -124,6 +125,11 @@ class Planned(torch.autograd.Function):
         found = [None if g is None else values[g] for g in grads]
         if launched:  # those of a replay are copies
             found = _apart(found)
+        del values  # each gradient is freed once it is in another order
+        parameters = range(len(graph.inputs), len(found))
+        kernels = launcher(tensors[0].device).kernels
+        for i in parameters:
+            found[i] = found[i] if found[i] is None else as_it_lies(found[i], tensors[i], kernels)
         return None, None, None, None, *found
 
 

@@ -30,6 +30,7 @@ from ..runtime.cuda_graph import captured
 from .build import Plan
 from .execute import Streams, run_moves
 from .graph import Value
+from .launch.pytorch import copy_all, order_of_gradient
 from .launch.table import launch_kernels
 from .moves import Move
 
@@ -194,9 +195,10 @@ class Graphs:
             ]
             values.update((v, x) for v, x in zip(seeds, self.seeds, strict=True) if x is not None)
             self.backward = capture(made.schedule.backward, values, pool, made.tables)
-        wanted = {back.grads[v]: None for v in starts if v in back.grads}
+        wanted = {back.grads[v]: x for v, x in zip(starts, tensors, strict=True) if v in back.grads}
         self.grads = {v: values[v] for v in wanted}
-        self.copies = Copies(list(self.grads.values()))
+        orders = map(order_of_gradient, self.grads.values(), wanted.values())
+        self.copies = Copies(list(self.grads.values()), list(orders))
 
     def run_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for i, own in self.own.items():
@@ -214,9 +216,9 @@ class Graphs:
 
 class Copies:
     """Copies of the same tensors, again and again: those of a dtype in one piece of memory, which
-    few launches fill."""
+    few launches fill, each in the order of another tensor."""
 
-    def __init__(self, tensors: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor], orders: list[Tensor]) -> None:
         self.tensors, self.slots = tensors, {}
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             step = _ALIGNMENT // dtype.itemsize
@@ -224,7 +226,7 @@ class Copies:
             sizes = [-(-tensors[i].numel() // step) * step for i in those]
             starts = accumulate(sizes, initial=0)
             # of a tensor with gaps, or that overlaps itself, the strides of one without
-            strides = [torch.empty_like(tensors[i], device="meta").stride() for i in those]
+            strides = [torch.empty_like(orders[i], device="meta").stride() for i in those]
             self.slots[dtype] = sum(sizes), list(zip(those, strides, starts, strict=False))
 
     def made(self) -> list[Tensor]:
@@ -235,5 +237,5 @@ class Copies:
             for i, strides, start in slots:
                 found[i] = memory.as_strided(self.tensors[i].shape, strides, start)
         if found:
-            torch._foreach_copy_(found, self.tensors)
+            copy_all(self.tensors, found, launch_kernels.kernels)
         return found

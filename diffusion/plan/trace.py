@@ -193,6 +193,8 @@ class _Tracer:
         for name, x in (recording.parameters | recording.buffers).items():
             value = graph.value(name, x.shape, x.dtype)
             graph.parameters[name] = value
+            if x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last):
+                graph.in_order.add(value)
             self.made[id(x)] = whole(value)
         graph.trainable |= set(recording.parameters)
         for x, constant in recording.constants:

@@ -19,7 +19,7 @@ IMAGES = 2, 3, 8, 12
 
 
 class Copies(TorchDispatchMode):
-    """The shapes of filters that PyTorch copies."""
+    """The shapes of filters that PyTorch copies, or a kernel."""
 
     def __init__(self):
         super().__init__()
@@ -33,9 +33,12 @@ class Copies(TorchDispatchMode):
                 self.found.append(tuple(made.shape))
         return made
 
+    def reorder(self, x, out):
+        self.found.append(tuple(x.shape))
+
 
 @pytest.mark.parametrize(("lie_as_read", "copies"), [(True, 0), (False, 2)])
-def test_no_filters_are_copied_that_lie_as_products_read_them(lie_as_read, copies):
+def test_no_filters_are_copied_that_lie_as_products_read_them(lie_as_read, copies, monkeypatch):
     """Of others each is copied once for all products, and once its gradient."""
     module, gpu = Magnitudes(64), chip("h100")
     with torch.autocast("cpu", torch.bfloat16):
@@ -45,7 +48,9 @@ def test_no_filters_are_copied_that_lie_as_products_read_them(lie_as_read, copie
     for value in made.graph.parameters.values():
         if len(value.shape) == 4:
             values[value] = values[value].contiguous(memory_format=order)
-    with nothing_launched(gpu.gpu), Copies() as counted:
+    counted = Copies()
+    monkeypatch.setattr(fused_ops, "reorder", counted.reorder)
+    with nothing_launched(gpu.gpu), counted:
         dry_run(made, values, launcher_of(fused_ops))
     inner = [shape for shape in counted.found if sorted(shape) == [3, 3, 64, 64]]
     assert len(inner) == 2 * copies  # there are two layers with 3x3 filters and 64 channels

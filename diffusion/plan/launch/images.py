@@ -8,8 +8,8 @@ from torch import Tensor
 from triton_kernels.reference import fused
 from triton_kernels.registry.spec import MOST_CHANNELS
 
-from .pytorch import copy_all, order_of_kernels
-from .table import by_pytorch, filters, image, launches
+from .pytorch import as_it_lies, copy_all, order_of_kernels
+from .table import by_pytorch, image, launches
 
 _ROW = 64  # numbers of a row of parameters that are rounded
 HALF = (2, 2)  # pixels of a block, which the kernels have; PyTorch computes other blocks
@@ -75,7 +75,7 @@ def _rounded(run, node, given):
         found = zip(whole.split(rows), likes, strict=True)
         return [piece.as_strided(x.shape, x.stride()) for piece, x in found]
 
-    copy_all(xs, pieces(whole))
+    copy_all(xs, pieces(whole), run.kernels)
     made = run.kernels.pad_channels(whole, _ROW, whole.dtype)
     return dict(zip(node.outputs, pieces(made), strict=True))
 
@@ -169,7 +169,7 @@ def _channel_norm(run, node, given):
     options = {"dtype": node.out.dtype, "residual": given.get("residual")} | node.attrs
     made = _of_channels(run, node).channel_norm_forward
     if options.pop("of_filters", False):
-        return {"y": filters(_of_rows(made(_in_rows(x, x), params, **options), x))}
+        return {"y": run.filters(_of_rows(made(_in_rows(x, x), params, **options), x))}
     return {"y": made(x.contiguous(), params, **options)}
 
 
@@ -181,7 +181,7 @@ def _channel_norm_grad(run, node, given):
     options = node.attrs | {"add": given.get("add")} | kept
     made = _of_channels(run, node).channel_norm_backward
     if options.pop("of_filters", False):
-        add = options["add"]
+        dy, add = (g if g is None else as_it_lies(g, x, run.kernels) for g in (dy, options["add"]))
         options["add"] = None if add is None else _in_rows(add, x)
         dx, *_ = made(_in_rows(dy, x), _in_rows(x, x), params, needed, **options)
         return {"x": _of_rows(dx, x)}

@@ -8,11 +8,11 @@ from triton_kernels.conv.upsampled import UpsampledFilters
 from triton_kernels.reductions.conv_parts import SplitConv
 
 from .norms import film, statistics
-from .table import Inputs, bias_of, extra, filters, launches, rounding, terms
+from .table import Inputs, bias_of, extra, launches, rounding, terms
 
 
-def _conv(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    return given["x"], filters(given["weight"]), bias_of(given)
+def _conv(run, given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    return given["x"], run.filters(given["weight"]), bias_of(given)
 
 
 def _norm_of(node, given: Inputs, prefix: str = "norm_") -> tuple:
@@ -21,8 +21,8 @@ def _norm_of(node, given: Inputs, prefix: str = "norm_") -> tuple:
     return a["groups"], *affine, a["eps"], a.get("activation", "identity")
 
 
-def _rows(given: Inputs) -> Tensor:  # [CO, CI]
-    return filters(given["weight"])[:, :, 0, 0]
+def _rows(run, given: Inputs) -> Tensor:  # [CO, CI]
+    return run.filters(given["weight"])[:, :, 0, 0]
 
 
 @launches("conv_few")
@@ -30,14 +30,14 @@ def _conv_few(run, node, given):
     options = {key: value for key, value in terms(node, given).items() if value is not None}
     options |= {"width": node.attrs["width"]} if "width" in node.attrs else {}
     options |= {"stats": "partials" in node.outputs} | rounding(node)
-    y, partials = run.kernels.conv_few(*_conv(given), **options)
+    y, partials = run.kernels.conv_few(*_conv(run, given), **options)
     return {next(iter(node.outputs)): y.view(node.out.shape), "partials": partials}
 
 
 @launches("conv_split")
 def _conv_split(run, node, given):
-    operands, how = (given["x"], filters(given["weight"])), node.attrs  # of stride 2, if there is
-    return run.kernels.conv_split(*operands, extra=extra(given), **how)
+    operands = given["x"], run.filters(given["weight"])
+    return run.kernels.conv_split(*operands, extra=extra(given), **node.attrs)
 
 
 def _split(node, given: Inputs, prefix: str = "") -> SplitConv:
@@ -94,13 +94,13 @@ def _next_norm(node, given: Inputs) -> NextNorm:
 def _conv_norm(run, node, given):
     then = _next_norm(node, given)
     options = terms(node, given) | {"x2": given.get("x2")}
-    y, partials, a = run.kernels.conv_norm(*_conv(given), then, **options)
+    y, partials, a = run.kernels.conv_norm(*_conv(run, given), then, **options)
     return {"a": a, "y": y, "partials": partials}
 
 
 @launches("norm_conv")
 def _norm_conv(run, node, given):
-    x, *weight = _conv(given)
+    x, *weight = _conv(run, given)
     norm = statistics(node, given, "norm_"), node.attrs["activation"]
     y, partials = run.kernels.norm_conv(x, *norm, *weight, **terms(node, given))
     return {next(iter(node.outputs)): y, "partials": partials}
@@ -109,7 +109,7 @@ def _norm_conv(run, node, given):
 @launches("upsampled_filters")
 def _upsampled_filters(run, node, given):
     a = node.attrs
-    made = run.kernels.upsampled_filters(filters(given["weight"]), a["channels"], a["dtype"])
+    made = run.kernels.upsampled_filters(run.filters(given["weight"]), a["channels"], a["dtype"])
     return dict(zip(("taps", "rest"), made, strict=True))
 
 
@@ -139,6 +139,6 @@ def _projected_attention(run, node, given):
     if "partials0" in given:
         norm = statistics(node, given, "norm_")
     o = run.kernels.projected_attention(
-        x, norm, _rows(given), bias_of(given), a["heads"], a["order"]
+        x, norm, _rows(run, given), bias_of(given), a["heads"], a["order"]
     )
     return o.view(node.out.shape)

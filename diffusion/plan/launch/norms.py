@@ -13,7 +13,7 @@ from triton_kernels.norm.tables import NormGrads, Statistics
 from ..graph import Node, many
 from ..ops import SUMS_OF_NORM
 from ..streams import rounded
-from .table import Inputs, Launcher, filters, image, images, launches, mask_of
+from .table import Inputs, Launcher, image, images, launches, mask_of
 
 
 def film(given: Inputs) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def _norm_dx(run, node, given):
 @launches("skip_dx")
 def _skip_dx(run, node, given):
     options = _added(node, given, "add1", "dz2") | _scaled(run, node)
-    tensors = given["dy"], filters(given["weight"]), given["dz"], *images(given), given["coeff"]
+    tensors = given["dy"], run.filters(given["weight"]), given["dz"], *images(given), given["coeff"]
     return _shaped(node, run.kernels.skip_dx(*tensors, **options))
 
 
@@ -154,7 +154,7 @@ def _norm_backward(run, node, given):
 def _skip_backward(run, node, given):
     into = NormGrads(**given.into)
     options = _added(node, given, "add1", "dz2") | {"sums": run.sums}
-    tensors = given["dy"], filters(given["weight"]), given["dz"], *images(given)
+    tensors = given["dy"], run.filters(given["weight"]), given["dz"], *images(given)
     norm = given["partials"], given["table"], node.attrs["groups"], into
     return _shaped(node, run.kernels.skip_backward(*tensors, *norm, **options))
 

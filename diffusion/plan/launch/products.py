@@ -9,17 +9,7 @@ from triton_kernels.attention.tiles import MAX_HEAD_DIM
 from ..graph import Node, Value, many
 from ..ops import MEMORY, PARTS
 from .pytorch import leaf
-from .table import (
-    Inputs,
-    Launcher,
-    as_filters,
-    bias_of,
-    filters,
-    launches,
-    mask_of,
-    rounding,
-    terms,
-)
+from .table import Inputs, Launcher, as_filters, bias_of, launches, mask_of, rounding, terms
 
 # --- convolutions and linear layers ---------------------------------------------------------------
 
@@ -41,7 +31,7 @@ def _conv2d(
         bias = None if bias is None else bias.to(x.dtype)
         y = F.conv2d(x.permute(0, 3, 1, 2), weight.to(x.dtype), bias, stride, (y0, x0))
         return y.permute(0, 2, 3, 1).contiguous()
-    weight, bias = filters(weight), None if bias is None else bias.contiguous()
+    weight, bias = run.filters(weight), None if bias is None else bias.contiguous()
     options = {"stride": stride[0], "padding": (y0, x0), "allow_tf32": tf32}
     return run.public.conv2d(x.contiguous(), weight, bias, **options)
 
@@ -61,7 +51,7 @@ def _conv(run, node, given):
 def _linear(run, node, given):
     x, weight = given["x"], given["weight"]
     if x.ndim == 4 and node.tf32:
-        return run.kernels.conv_forward(x, filters(weight), bias_of(given), **rounding(node))[0]
+        return run.kernels.conv_forward(x, run.filters(weight), bias_of(given), **rounding(node))[0]
     y = _conv2d(run, _rows(x), as_filters(weight), given.get("bias"), tf32=node.tf32)
     return y.view(node.out.shape)
 
@@ -70,7 +60,7 @@ def _linear(run, node, given):
 def _conv_fused(run, node, given):
     y, partials = run.kernels.conv_forward(
         given["x"],
-        filters(given["weight"]),
+        run.filters(given["weight"]),
         bias_of(given),
         **terms(node, given),
         stats="partials" in node.outputs,
@@ -81,7 +71,7 @@ def _conv_fused(run, node, given):
 
 @launches("conv_down")
 def _conv_down(run, node, given):
-    tensors = given["x"], filters(given["weight"]), given["bias"]
+    tensors = given["x"], run.filters(given["weight"]), given["bias"]
     return run.kernels.conv_down(*tensors, node.attrs["padding"])
 
 
@@ -101,7 +91,7 @@ def _cut(node: Node) -> tuple[tuple[int, int, int, int], tuple[int, int], tuple[
 def _product_dx(run, node, given):
     dy, weight = given["dy"], given["weight"]
     if dy.ndim == 4 and node.keeps_size:
-        return run.of(node).conv_plain_input_grad(dy, filters(weight))
+        return run.of(node).conv_plain_input_grad(dy, run.filters(weight))
     if node.op == "linear_dx":
         y = _conv2d(run, _rows(dy), as_filters(weight.T), None, tf32=node.tf32)
         return y.view(node.out.shape)
@@ -109,7 +99,7 @@ def _product_dx(run, node, given):
     (y0, y1, x0, x1), stride, padding = _cut(node)
     size = y0 + h + y1, x0 + w + x1
     if stride[0] == stride[1]:
-        operands = dy.contiguous(), filters(weight), size
+        operands = dy.contiguous(), run.filters(weight), size
         dx = run.of(node).conv2d_input_grad(*operands, stride[0], padding)
     else:  # which our kernels do not have
         operands = (n, ci, *size), weight.to(dy.dtype), dy.permute(0, 3, 1, 2)
@@ -121,7 +111,7 @@ def _product_dx(run, node, given):
 def _conv_input_grad(run, node, given):
     dz, partials = run.kernels.conv_input_grad(
         _rows(given["dy"]),
-        filters(given["weight"]),
+        run.filters(given["weight"]),
         inputs=tuple(map(_rows, many(given, "x"))),
         table=given["table"],
         activation=node.attrs["activation"],
@@ -132,7 +122,7 @@ def _conv_input_grad(run, node, given):
 
 @launches("conv_down_dx")
 def _conv_down_dx(run, node, given):
-    tensors, add = (given["dy"], filters(given["weight"])), given.get("add")
+    tensors, add = (given["dy"], run.filters(given["weight"])), given.get("add")
     return run.kernels.conv_down_input_grad(*tensors, node.attrs["padding"], add)
 
 

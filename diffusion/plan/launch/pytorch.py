@@ -1,7 +1,7 @@
 """Rows of ops by PyTorch's kernels: moving, adding and multiplying a few numbers, and layers that
 the framework has no kernels of."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress
 from typing import Any
 
@@ -13,7 +13,7 @@ from triton_kernels.reference import ACTIVATION_FUNCTIONS
 
 from ..graph import Node, many
 from ..lower.table import call_arguments
-from .table import Inputs, by_pytorch
+from .table import Inputs, Kernels, by_pytorch
 
 
 def leaf(x: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ def _casts(run, node, given):
             y = torch.empty_like(x, dtype=value.dtype, memory_format=order_of_kernels(x))
             made[first] = y
         results[role] = y
-    copy_all(xs, [made[i] for i in range(len(xs))])
+    copy_all(xs, [made[i] for i in range(len(xs))], run.kernels)
     return results
 
 
@@ -140,14 +140,32 @@ def order_of_kernels(x: Tensor) -> torch.memory_format:
     return torch.preserve_format if as_read else torch.channels_last
 
 
-def copy_all(xs: list[Tensor], made: list[Tensor]) -> None:
-    """Those of one order in few launches."""
+def copy_all(xs: Sequence[Tensor], made: Sequence[Tensor], kernels: Kernels) -> None:
+    """Those that lie in memory alike in few launches of PyTorch, each other by a kernel of ours."""
     alike = [x.stride() == y.stride() for x, y in zip(xs, made, strict=True)]
     for x, y, same in zip(xs, made, alike, strict=True):
         if not same:
-            y.copy_(x)
+            kernels.reorder(x, y)
     if any(alike):
         torch._foreach_copy_(list(compress(made, alike)), list(compress(xs, alike)))
+
+
+def order_of_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Of filters that of the parameter, to which autograd copies others by a slower kernel; of all
+    else the gradient's own. A tensor without memory."""
+    is_other = grad.ndim in (3, 4) and grad.shape == parameter.shape and not grad.is_contiguous()
+    like = parameter if is_other and parameter.is_contiguous() else grad
+    return torch.empty_like(like, dtype=grad.dtype, device="meta")
+
+
+def as_it_lies(grad: Tensor, parameter: Tensor, kernels: Kernels) -> Tensor:
+    """The gradient in that order."""
+    order = order_of_gradient(grad, parameter)
+    if not order.is_contiguous() or grad.is_contiguous():
+        return grad
+    out = torch.empty_like(order, device=grad.device)
+    kernels.reorder(grad, out)
+    return out
 
 
 @by_pytorch("layout")

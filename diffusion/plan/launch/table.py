@@ -112,6 +112,10 @@ class Launcher:
         """The kernels in the precision of a node, of a plan in which some products are in TF32."""
         return self.kernels if node.tf32 else self._exact
 
+    def filters(self, weight: Tensor) -> Tensor:
+        """`filters` by its kernels."""
+        return filters(weight, self.kernels)
+
     def rows_of(self, node: Node, role: str = "rows") -> RowSums | bool:
         """Where a launch keeps rows of sums, if they are asked for: with others', or, True, in a
         tensor of their own."""
@@ -178,10 +182,14 @@ def as_filters(weight: Tensor) -> Tensor:
     return weight if weight.ndim == 4 else weight[:, :, None, None]
 
 
-def filters(weight: Tensor) -> Tensor:
+def filters(weight: Tensor, kernels: Kernels = fused) -> Tensor:
     """[CO, CI, R, S], or [CO, CI], as kernels see them: in [CO, R, S, CI] memory."""
-    inner = as_filters(weight).permute(0, 2, 3, 1)
-    return inner.contiguous().permute(0, 3, 1, 2)
+    weight = as_filters(weight)
+    if weight.is_contiguous(memory_format=torch.channels_last):
+        return weight
+    out = torch.empty_like(weight, memory_format=torch.channels_last)
+    kernels.reorder(weight, out)
+    return out
 
 
 def bias_of(given: Inputs) -> Tensor:

@@ -20,8 +20,10 @@ from triton_kernels.registry.choose import Decision, noted
 from triton_kernels.runtime.launch_recorder import noting_launches
 
 from ..build import Plan
+from ..dry_run import META, launch_on_shapes, unwritten
 from ..execute import Streams, run_moves
 from ..graph import Node, Value
+from ..launch.pytorch import as_it_lies
 from ..launch.table import BY_PYTORCH, Kernels, Launcher, launcher_of
 from ..moves import Move
 from ..ops import FREE
@@ -60,7 +62,7 @@ def starts(plan: Plan) -> dict[Value, Tensor]:
     writes."""
     begins = [*plan.graph.inputs, *plan.graph.parameters.values()]
     begins += [] if plan.backward is None else plan.backward.seeds.values()
-    return {v: _blank(v) for v in begins} | plan.graph.constants
+    return {v: _blank(v, v in plan.graph.in_order) for v in begins} | plan.graph.constants
 
 
 def dry_run(
@@ -77,8 +79,13 @@ def dry_run(
         note(node)
         return made
 
+    orders = {v: unwritten(values[v], META) for v in plan.graph.parameters.values()}
     with torch.no_grad():
         run_moves(plan.schedule.moves, values, Streams(HOST, others=0), launch, watch=watch)
+        for value, parameter in orders.items():
+            grad = plan.backward and plan.backward.grads.get(value)
+            if grad:  # which autograd is given in the order of the parameter
+                as_it_lies(values[grad], parameter, run.kernels)
 
 
 def launch_dry(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
@@ -86,8 +93,7 @@ def launch_dry(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dic
     if node.op in BY_PYTORCH and node.op in _VIEWS:
         return _viewed(run, node, values)
     if node.op in BY_PYTORCH:
-        in_order = node.op == "casts"  # of the kernels, see `order_of_kernels`
-        return {value: _blank(value, in_order) for value in node.outputs.values()}
+        return launch_on_shapes(run, node, values)
     return run(node, values)
 
 

@@ -38,7 +38,7 @@ from .conv import (
 from .conv_and_norm import conv_norm, norm_conv
 from .elementwise import elementwise
 from .gated import gated_backward, gated_forward
-from .inputs import begin_step, pad_channels, sinusoids
+from .inputs import begin_step, pad_channels, reorder, sinusoids
 from .joined import OPS, SMALL_NORM
 from .linear_attention import linear_attention_backward, linear_attention_forward
 from .norms import (

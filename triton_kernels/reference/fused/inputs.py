@@ -17,6 +17,11 @@ def pad_channels(x, width, dtype, *, tf32=False):
     return operand(F.pad(x, (0, width - x.shape[-1])).to(dtype), tf32)
 
 
+def reorder(x, out):
+    """out = x, of another dtype and in another order of memory."""
+    out.copy_(x)
+
+
 def begin_step(x, channels, dtype, table=None, row=None, index=None, tf32=False):
     """(x with zeros behind its channels up to so many, table[row, index]). With `tf32` the image is
     rounded to TF32."""
