@@ -85,7 +85,7 @@ def dry_run(
         for value, parameter in orders.items():
             grad = plan.backward and plan.backward.grads.get(value)
             if grad:  # which autograd is given in the order of the parameter
-                as_it_lies(values[grad], parameter, run.kernels)
+                as_it_lies(unwritten(values[grad], META), parameter, run.kernels)
 
 
 def launch_dry(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
