@@ -191,6 +191,17 @@ def conv2d(
     Raises ValueError if x is not contiguous NHWC, weight not channels_last, or shapes do not match.
     """
     check_nhwc("x", x)
+    _check_weight(weight, bias, x)
+    padding = _pair(stride, padding, weight)
+    _check_sizes(x, weight, stride, padding)
+    x = autocast(x)
+    # without a gradient: that of weight comes in weight's dtype, straight from accumulators
+    low = None if weight.dtype == x.dtype else weight.detach().to(x.dtype)
+    return _conv2d(x, weight, low, bias, stride, padding, allow_tf32)
+
+
+def _check_weight(weight: Tensor, bias: Tensor | None, x: Tensor) -> None:
+    """ValueError: their shapes do not fit x, or kernels do not read such tensors."""
     if weight.ndim != 4 or weight.shape[1] != x.shape[3]:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; expected [CO, {x.shape[3]}, R, S] "
@@ -210,9 +221,12 @@ def conv2d(
             raise ValueError(f"{name} is on {p.device}; expected {x.device}, where x is")
     if bias is not None and not bias.is_contiguous():
         raise ValueError(f"bias has stride {bias.stride()}; expected contiguous")
-    _, _, r, s = weight.shape
+
+
+def _pair(stride: int, padding: int | tuple[int, int] | None, weight: Tensor) -> tuple[int, int]:
+    """The padding of rows and of columns. ValueError: it is wrong, or the stride is."""
     if padding is None:
-        padding = (r // 2, s // 2)
+        padding = (weight.shape[2] // 2, weight.shape[3] // 2)
     elif isinstance(padding, int):
         padding = (padding, padding)
     elif not isinstance(padding, tuple | list) or [type(p) for p in padding] != [int, int]:
@@ -221,6 +235,12 @@ def conv2d(
         raise ValueError(
             f"stride={stride}, padding={padding}; expected a whole stride >= 1, padding >= 0"
         )
+    return padding
+
+
+def _check_sizes(x: Tensor, weight: Tensor, stride: int, padding: tuple[int, int]) -> None:
+    """ValueError: there is no result, or it has more pixels than kernels count."""
+    _, _, r, s = weight.shape
     if min(r, s) < 1:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected at least a tap")
     size = [_out_size(x.shape[1 + i], (r, s)[i], stride, padding[i]) for i in range(2)]
@@ -236,7 +256,3 @@ def conv2d(
             f"x of shape {tuple(x.shape)}: the pixels of the batch, and the elements of one image, "
             "have to be fewer than 2^31"
         )
-    x = autocast(x)
-    # without a gradient: that of weight comes in weight's dtype, straight from accumulators
-    low = None if weight.dtype == x.dtype else weight.detach().to(x.dtype)
-    return _conv2d(x, weight, low, bias, stride, padding, allow_tf32)

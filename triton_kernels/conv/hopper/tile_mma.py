@@ -34,13 +34,14 @@ epilogue of one overlaps the products of the other. `row_mma` fetches each pixel
 products are of one row: it is faster where rows are long.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, TensorDescriptor, in_boxes
-from ...noise.dropout import WORD
+from ...noise.dropout import WORD, Mask
 from ...registry.cost import Work, beside_rows, outside_rows
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import FORWARD_TERMS, ConvSpec
@@ -132,7 +133,8 @@ def launch(
     device = describe(where)
     images, rows, width = box_of(config, h, w)
     tiles = (h // rows) * (w // width)
-    count = -(-n // images) * tiles * -(-c // 64)
+    second = 0 if normed is None else normed.second
+    count = -(-n // images) * (tiles * -(-c // 64) + second // 64)
     blocks, steps = rings(config, images * width, device.shared_memory, tf32)
     overlap = following(where) if filters_follow else overlapping(where, 0)
     channels = config.row_bytes // operands.x.itemsize
@@ -140,27 +142,15 @@ def launch(
     assert operands.partials is None or operands.partials.shape[1] == tiles
     read = partial(in_rows, rows=2, images=images, width=width, channels=channels)
     written = _pointer if tf32 else partial(in_rows, rows=rows, images=images, width=width)
-    vectors, then, second = (None,) * 5, (operands.activation_name, 1, True), 0
-    kept, kept_factor = None, 1.0
-    if operands.mask is not None:
-        kept, kept_factor = operands.mask.words, 1 / (1 - operands.mask.p)
-        assert kept.shape == (n, h, w, -(-c // WORD))
-    if normed is not None:
-        assert (rows, width) == (h, w)
-        second = normed.second
-        x2 = None if normed.x2 is None else written(normed.x2)
-        vectors = written(normed.a), x2, normed.weight, normed.bias, normed.eps
-        then = normed.activation, normed.channels, normed.keep
-        count += -(-n // images) * (second // 64)
-    act, group, keep = then
+    assert normed is None or (rows, width) == (h, w)
+    norm, of_norm = _norm_of_result(normed, written)
     straddling = not tf32 and len(operands.beside) == 2 and operands.beside[0].shape[3] % 64 > 0
     assert not straddling or config.row_bytes == 128, "a slot has no room for a tile"
     ragged = c % CHANNELS > 0 or any(x % channels for x in (k, *operands.extra_channels))
     conv_tile_mma_kernel[(min(count, device.num_sms),)](
         *operands.tensors(read, written, box),
-        *vectors,
-        kept,
-        kept_factor,
+        *norm,
+        *_kept(operands.mask, (n, h, w, -(-c // WORD))),
         operands.factor,
         *operands.extra_channels,
         *operands.numbers,
@@ -174,7 +164,7 @@ def launch(
         W=width,
         COLUMNS=w // width,
         DGRAD=operands.activation is not None,
-        ACT=act,
+        ACT=operands.activation_name if normed is None else normed.activation,
         BLOCKS=blocks,
         STEPS=steps,
         **registers(config.block_m, images, tf32),
@@ -183,11 +173,29 @@ def launch(
         OVERLAP=bool(overlap),
         FILTERS=not filters_follow,
         TF32=operands.tf32,
-        CG=group,
-        KEEP=keep,
         num_warps=4,
+        **of_norm,
         **overlap,
     )
+
+
+def _kept(mask: Mask | None, shape: tuple[int, ...]) -> tuple[Tensor | None, float]:
+    """Which channels dropout has kept, in words of this shape, and the factor of those."""
+    if mask is None:
+        return None, 1.0
+    assert mask.words.shape == shape
+    return mask.words, 1 / (1 - mask.p)
+
+
+def _norm_of_result(
+    normed: NormOfResult | None, written: Callable[[Tensor], TensorDescriptor | Tensor]
+) -> tuple[tuple, dict[str, Any]]:
+    """What the kernel is told of the norm of the result: arguments, and constants."""
+    if normed is None:
+        return (None,) * 5, {"CG": 1, "KEEP": True}
+    x2 = None if normed.x2 is None else written(normed.x2)
+    given = written(normed.a), x2, normed.weight, normed.bias, normed.eps
+    return given, {"CG": normed.channels, "KEEP": normed.keep}
 
 
 def registers(pixels: int, images: int, tf32: bool = False) -> dict[str, int]:
