@@ -8,7 +8,8 @@
 - Numbers that a product is multiplied with go into filters that a norm makes (`factors`).
 - The scale of attention is the usual one where a norm over channels that makes its queries can have
   what it differs by.
-- Casts around a norm are removed, since its statistics are in float32 anyway.
+- Casts around a norm are removed, since its statistics are in float32 anyway; also one behind the
+  dropout that reads it, as under a GPU's autocast.
 - A vector of channels that is added to a product is its bias, also if it is wider than the product
   and the sum is rounded back, as `y.add_(bias)` does under autocast. Biases are added in float32
   before a result is rounded, and neither they nor the weights of norms are rounded themselves.
@@ -164,6 +165,8 @@ def _absorb_reader(graph: Graph, norm: Node) -> bool:
         norm.attrs["activation"] = reader.attrs["activation"]
     elif reader.op == "cast" and _is_written_as(norm, reader.out.dtype):
         pass
+    elif norm.op == "group_norm" and reader.op == "dropout":
+        return _cast_before_dropout(graph, norm, reader)
     elif norm.op == "channel_norm" and reader.op == "reshape":
         return _before_reshape(graph, norm, reader)
     elif norm.op == "channel_norm" and plain and _absorb_affine(graph, norm, reader):
@@ -179,6 +182,19 @@ def _absorb_reader(graph: Graph, norm: Node) -> bool:
     else:
         return False
     graph.replace(reader, norm)  # behind what it now reads
+    return True
+
+
+def _cast_before_dropout(graph: Graph, norm: Node, dropout: Node) -> bool:
+    """Let what a dropout keeps be cast before it: the norm's pass drops, too, and rounds once."""
+    cast, *others = graph.consumers().get(dropout.out, [None])
+    if others or cast is None or cast.op != "cast" or not _is_written_as(norm, cast.out.dtype):
+        return False
+    if "rng" not in dropout.inputs or dropout.out.shape[-1] % 4:  # no pass of a norm drops so
+        return False
+    norm.outputs = {"y": graph.value(norm.op, norm.out.shape, cast.out.dtype)}
+    dropout.inputs["x"], dropout.outputs = norm.out, {"y": cast.out}
+    graph.nodes.remove(cast)
     return True
 
 

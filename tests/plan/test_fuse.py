@@ -205,6 +205,39 @@ def test_what_dropout_keeps_is_drawn_once(dtype, channels):
     assert norm.outputs["words"].shape == (2, 4, 4, -(-channels // 64))
 
 
+class Drops(nn.Module):
+    """As a GPU's autocast has it: what is between the convolutions is in float32."""
+
+    def __init__(self, low: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Conv2d(8, 8, 3, padding=1, dtype=low) for _ in range(2))
+        self.norm = nn.GroupNorm(4, 8)
+
+    def forward(self, x):
+        a = F.silu(self.norm(self.first(x).float()))
+        return self.last(F.dropout(a, 0.5, self.training).to(x.dtype))
+
+
+def test_what_is_dropped_in_float32_is_dropped_by_the_norm_s_pass():
+    """The pass rounds once what is cast behind the dropout, and the gradient has 16 bits."""
+    low, exact = Drops(BF16).train(), Drops(FP32).train()
+    x = torch.randn(2, 8, 4, 4).to(BF16).requires_grad_()
+    made = plan(low, (x,), trains=True, of_inputs=(0,))
+    forward, backward = nodes_of(made.schedule.forward), nodes_of(made.schedule.backward)
+    (norm,), (grad,) = ([n for n in nodes if "rng" in n.inputs] for nodes in (forward, backward))
+    assert (norm.op, norm.out.dtype) == ("norm", BF16)
+    assert (grad.op, grad.inputs["dy"].dtype) == ("conv_input_grad", BF16)
+    exact.load_state_dict(low.state_dict())
+    results = []
+    for module, start in ((low, x), (exact, x.detach().float().requires_grad_())):
+        torch.manual_seed(1)  # of the draws
+        y = accelerate(module)(start)
+        (dx,) = torch.autograd.grad(y, start, torch.ones_like(y))
+        results.append((y.float(), dx.float()))
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine - theirs).norm() < 2**-7 * theirs.norm()
+
+
 def test_launches_of_an_attention_block():
     block = AttentionBlock(
         8, 2, num_groups=4, norm_eps=1e-5, order="qkv_heads", zero_init=False, backend=TORCH_FP32
