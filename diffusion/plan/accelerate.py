@@ -1,53 +1,22 @@
 """A module that runs the forward and backward of another module by a plan."""
 
-import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import forward_ad
-from torch.nn.modules import module as nn_module
 
-from triton_kernels import fused_ops
-from triton_kernels.runtime.device import describe, on_gpu
-
-from ..models.layers import Layer
-from ..runtime.backend import ready_kernels
-from ..runtime.precompile import compile_recorded, compiles_ahead
-from . import planned
-from .build import Plan, plan
-from .compile_ahead import launches_of
+from .build import Plan
+from .calls import Calls
 from .graph import PlanError
-from .launch.table import launch_kernels
-from .module_states import ModuleStates
-from .numbers_as_tensors import are_tensors
-from .planned import Planned, evaluate
 from .record.notes import is_recording
-from .record.own_functions import autocasts
-from .replay import Replays
-from .trees import flatten, holds_tensors, leaves
-
-log = logging.getLogger(__name__)
-
-# Held while a module is recorded, when its parameters are others, and while they are read
-_MODULES = threading.RLock()
-
-
-_KEPT = 8  # plans of calls that differ in the module's attributes alone
 
 
 class Accelerated(nn.Module):
-    """`module`, run by its plan. It has the same parameters (`self.module`'s), arguments, results
-    and attributes.
-
-    There is a plan for every combination of shapes, dtypes, modes, arguments that are no tensors,
-    and attributes that the forward pass reads; the first call of each makes it. PlanError, with the
-    reason: the module has none.
+    """`module`, run by its plans (`calls`). It has the same parameters (`self.module`'s),
+    arguments, results and attributes. It has few names of its own: libraries set theirs on it.
     """
 
     def __init__(
@@ -64,16 +33,8 @@ class Accelerated(nn.Module):
             raise PlanError(
                 f"{name} goes around the accelerated module: {name}(accelerate(module))"
             )
-        self._launch = launch
-        self._replays = Replays() if capture and launch is None else None
-        self._plans: dict[tuple, list[Plan]] = {}  # which differ in what the module read of itself
-        self._apart: set[tuple] = set()  # of calls whose numbers cannot be tensors
-        self._states = ModuleStates()
+        self._planned_calls = Calls(launch, capture)
         self.module = module
-
-    def __getstate__(self) -> dict[str, Any]:
-        new = {"_plans": {}, "_apart": set(), "_states": ModuleStates()}  # plans are made again
-        return super().__getstate__() | new
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -82,11 +43,33 @@ class Accelerated(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """On the module, if that may compute with it: what has parameters, and names that the
+        module, its class or its forward pass knows. Others, such as a library's notes and a
+        `forward` that calls this one's, stay here."""
         module = vars(self).get("_modules", {}).get("module")
-        if module is not None and name not in vars(self) and _is_attribute(module, name):
-            setattr(module, name, value)
-        else:
+        if module is None or not _is_of(module, name, value, self):
             super().__setattr__(name, value)
+            return
+        setattr(module, name, value)
+        vars(self).pop(name, None)  # a forward that was here, where the module has its own again
+
+    def __delattr__(self, name: str) -> None:
+        if name in vars(self) or name in self._modules:
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
+            self._planned_calls.asked.add(name)  # which may be set again
+
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        self.module.add_module(*args, **kwargs)
+
+    register_module = add_module
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's, with its names."""
@@ -116,174 +99,47 @@ class Accelerated(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.jit.is_tracing() or torch.compiler.is_exporting():  # to a file, which has no plans
             return self.module(*args, **kwargs)
-        call = self._hidden if "torch._dynamo" in sys.modules else self._call
-        return call(*args, **kwargs)
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        if is_recording():  # for the plan of a module that this is a part of
-            return self.module(*args, **kwargs)
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise PlanError("torch.func cannot transform a plan (vmap, grad, jvp); use `.module`")
-        if forward_ad._current_level >= 0:
-            raise PlanError("a plan has no forward-mode gradients (dual tensors); use `.module`")
-        return self.run(*self.plan_of(args, kwargs))
-
-    _hidden = torch._disable_dynamo(_call)  # from torch.compile, which would compile the planning
-
-    def run(self, made: Plan, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """What a plan makes of arguments, both as `plan_of` has just given them."""
-        inputs, tensors = made.traced.leaves(args, kwargs), self._states.by_name
-        written = made.traced.written
-        parameters = [
-            tensors[name].clone() if name in written else tensors[name]
-            for name in made.graph.parameters
-        ]
-        given = [*inputs, *parameters]
-        replay = None if self._replays is None else self._replays.of(made, given)
-        if made.backward is not None:
-            outputs = Planned.apply(made, self._launch, replay, len(inputs), *given)
-        elif replay is not None:
-            outputs = replay.forward(given)
-        else:
-            with torch.no_grad():
-                outputs, _ = evaluate(made, inputs, parameters, self._launch)
-        with torch.no_grad():
-            for name, y in zip(written, outputs[len(outputs) - len(written) :], strict=True):
-                tensors[name].copy_(y)
-        return made.traced.assemble(list(outputs))
+        call = _hidden if "torch._dynamo" in sys.modules else _call
+        return call(self, args, kwargs)
 
     def plan_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, tuple, dict]:
-        """The plan of a call, and its arguments as the plan takes them: a number, such as a
-        timestep, is a tensor to it, so that another number needs no other plan, unless the module
-        does something else with a tensor."""
-        with _MODULES:
-            self._states.read(self.module)
-            return self._plan_of(args, kwargs)
-
-    def _plan_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Plan, tuple, dict]:
-        leaves, spec = flatten((args, kwargs))
-        device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
-        numbers = [torch.tensor(x, device=device) if type(x) in (int, float) else x for x in leaves]
-        as_tensors, key = pytree.tree_unflatten(numbers, spec), self._key(numbers, spec)
-        made = self._found(key)
-        if made is not None:
-            return made, *as_tensors
-        if all(a is b for a, b in zip(leaves, numbers, strict=True)):
-            return self._new_plan(key, as_tensors), *as_tensors
-        given, fixed = pytree.tree_unflatten(leaves, spec), self._key(leaves, spec)
-        made = self._found(fixed)
-        if made is None:
-            made = self._with_tensors(key, (args, kwargs), as_tensors)
-            if made is not None:
-                return made, *as_tensors
-            made = self._new_plan(fixed, (args, kwargs))
-        return made, *given
-
-    def _found(self, key: tuple) -> Plan | None:
-        """The plan of a call like this, if the module is what it was then."""
-        states = self._states.by_name
-        return next(
-            (
-                p
-                for p in self._plans.get(key, ())
-                if p.traced.reads.hold() and p.traced.buffers.hold(states)
-            ),
-            None,
-        )
-
-    def _with_tensors(self, key: tuple, call: tuple, as_tensors: tuple) -> Plan | None:
-        """The plan of a call with tensors in the place of its numbers, if there is one, and it is
-        that of numbers."""
-        if key in self._apart:
-            return None
-        with suppress(PlanError, ValueError, TypeError):  # which the call itself may not raise
-            if are_tensors(self.module, call, as_tensors):
-                return self._new_plan(key, as_tensors)
-        self._apart.add(key)
-        return None
-
-    def _new_plan(self, key: tuple, call: tuple) -> Plan:
-        """A new plan, which the next call finds."""
-        device = self._device(call)
-        if device.type == "cuda":
-            ready_kernels(device)
-        made = self._made(device, *call)
-        if self._launch is None and compiles_ahead(device):
-            self._compile(made, device, *call)
-        self._plans[key] = [*self._plans.get(key, [])[1 - _KEPT :], made]
-        return made
-
-    def _device(self, call: tuple) -> torch.device:
-        """Where the arguments are, or else the parameters."""
-        tensors = (x for x in leaves(call) if isinstance(x, Tensor))
-        found = next((x.device for x in (*tensors, *self.module.parameters())), None)
-        return torch.device("cpu") if found is None else found
-
-    def _compile(self, made: Plan, device: torch.device, args: tuple, kwargs: dict) -> None:
-        """Have many processes compile what the plan launches."""
-        states = self._states.by_name
-        tensors = [*made.traced.leaves(args, kwargs), *map(states.get, made.graph.parameters)]
-        try:
-            compile_recorded(lambda: launches_of(made, tensors, describe(device)), device)
-        except Exception as error:  # of what has been recorded or written: nothing depends on it
-            log.info("kernels are compiled at their first launch, one at a time: %s", error)
-
-    def _made(self, device: torch.device, args: tuple, kwargs: dict[str, Any]) -> Plan:
-        gradients = torch.is_grad_enabled()
-        trains = gradients and any(p.requires_grad for p in self.module.parameters())
-        tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor)]
-        of_inputs = tuple(i for i, x in enumerate(tensors) if gradients and x.requires_grad)
-        tf32, kernels = self._tf32(), None
-        exact = any(p.dtype == torch.float64 for p in self.module.parameters())
-        if on_gpu(device) and not exact:
-            kernels = fused_ops, describe(device)
-        options = {"trains": trains, "of_inputs": of_inputs, "tf32": tf32, "kernels": kernels}
-        options |= {"rounds": planned.launcher(device) is launch_kernels}
-        made = plan(self.module, args, kwargs, **options)
-        constants = made.graph.constants
-        made.graph.constants = {value: x.to(device) for value, x in constants.items()}
-        return made
-
-    def _key(self, leaves: list, spec: pytree.TreeSpec) -> tuple:
-        """Everything that a plan depends on."""
-        gradients = torch.is_grad_enabled()
-        described = tuple(
-            (x.shape, x.dtype, x.device, gradients and x.requires_grad)
-            if isinstance(x, Tensor)
-            else (type(x), _hashable(x))
-            for x in leaves
-        )
-        states = self._states.kind(gradients)
-        # what a forward pass may ask, and hooks of every module
-        hooks = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
-        beside = gradients, *(tuple(hook.values()) for hook in hooks)
-        return described, str(spec), states, tuple(autocasts()), self._tf32(), beside
-
-    def _tf32(self) -> tuple[bool, bool]:
-        """Whether convolutions, and other products, may be in TF32: as PyTorch has been told, and
-        the framework's layers."""
-        ours = [m.backend.allow_tf32 for m in self._states.parts if isinstance(m, Layer)]
-        flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-        return (all(ours), all(ours)) if ours else flags
+        """The plan of a call, and its arguments as the plan takes them."""
+        found = self._planned_calls.plan_of(self.module, args, kwargs)
+        here = self._planned_calls.asked & vars(self).keys()  # set before anybody knew
+        if not here:
+            return found
+        for name in here:
+            setattr(self.module, name, vars(self).pop(name))
+        return self.plan_of(args, kwargs)
 
 
-def _is_attribute(module: nn.Module, name: str) -> bool:
-    """Whether the module itself has it, and not its class alone."""
+def _call(fast: Accelerated, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if is_recording():  # for the plan of a module that this is a part of
+        return fast.module(*args, **kwargs)
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise PlanError("torch.func cannot transform a plan (vmap, grad, jvp); use `.module`")
+    if forward_ad._current_level >= 0:
+        raise PlanError("a plan has no forward-mode gradients (dual tensors); use `.module`")
+    return fast._planned_calls.run(*fast.plan_of(args, kwargs))
+
+
+_hidden = torch._disable_dynamo(_call)  # from torch.compile, which would compile the planning
+
+
+def _is_of(module: nn.Module, name: str, value: Any, around: Accelerated) -> bool:
+    """Whether an attribute that is set on the module around it is the module's."""
+    if name == "forward":
+        return getattr(value, "__self__", None) is module
+    if name in vars(around) or name in around._modules or hasattr(Accelerated, name):
+        return False
+    has_states = isinstance(value, nn.Module | nn.Parameter)
+    return has_states or name in around._planned_calls.asked or _knows(module, name)
+
+
+def _knows(module: nn.Module, name: str) -> bool:
+    """Whether it, or a class of its own, has the name."""
     if isinstance(module, Accelerated):
-        return _is_attribute(module.module, name)
+        return _knows(module.module, name)
+    kinds = (kind for kind in type(module).__mro__ if kind not in (nn.Module, object))
     parts = vars(module), module._parameters, module._buffers, module._modules
-    return any(name in part for part in parts)
-
-
-def _hashable(x: Any) -> Any:
-    """An argument that is no tensor, and the state of an object that may change."""
-    name = type(x).__name__
-    if holds_tensors(x):
-        raise PlanError(f"an argument is a {name} with tensors in it; give tensors or dataclasses")
-    try:
-        hash(x)
-    except TypeError:
-        raise PlanError(f"an argument is of {name}; give tensors, numbers or words") from None
-    changes = type(x).__hash__ is object.__hash__ and not callable(x)
-    state = vars(x) if changes and hasattr(x, "__dict__") else {}
-    return x, *((key, _hashable(value)) for key, value in state.items())
+    return any(name in part for part in (*parts, *map(vars, kinds)))

@@ -62,6 +62,7 @@ class Reads:
         self.equal: list[tuple[Mapping, str, Any]] = []
         self.inner: list[tuple[Mapping, str, Any]] = []  # with what is in it
         self.kinds = {id(part): (part, type(part)) for part in names.values() if part is not None}
+        self.missing: list[tuple[nn.Module, str]] = []  # which a default has stood for
         of_classes: dict[tuple[type, str], Mapping] = {}  # what instances do not have
         for (_, name), part in names.items():
             if part is None or name in part._parameters or name in part._buffers:
@@ -70,6 +71,9 @@ class Reads:
             self._note(at, name)
             if name not in at and (kind := _class_with(part, name)):
                 of_classes[kind, name] = vars(kind)
+            elif name not in at and not hasattr(type(part), name):
+                self.missing.append((part, name))
+                self._note(part._modules, name)  # where it may be put
         for (_, name), at in of_classes.items():
             self._note(at, name)
 
@@ -95,6 +99,10 @@ class Reads:
             if y or type(y) is not kind:
                 return False
         return all(_frozen(at.get(name, _NOTHING)) == x for at, name, x in self.inner)
+
+    def missing_of(self, module: nn.Module) -> set[str]:
+        """The names that it was asked for and does not have."""
+        return {name for part, name in self.missing if part is module}
 
 
 def _class_with(part: nn.Module, name: str) -> type | None:

@@ -87,7 +87,7 @@ def called(name: str, low: bool) -> tuple[Memory, int]:
                 y = getattr(y, "sample", y)
                 grads = torch.autograd.grad(y, parameters, torch.empty_like(y), allow_unused=True)
                 del y, grads
-    (made,) = (made for plans in fast._plans.values() for made in plans)
+    (made,) = (made for plans in fast._planned_calls.plans.values() for made in plans)
     return call_memory(made, h200, fused_ops), found.peak
 
 

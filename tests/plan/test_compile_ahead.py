@@ -6,8 +6,9 @@ import pickle
 import pytest
 import torch
 
+from diffusion import accelerate
 from diffusion.errors import ConfigError
-from diffusion.plan import accelerate as accelerated
+from diffusion.plan import calls
 from diffusion.runtime import backend
 from tests.end_to_end.run import run
 from tests.plan.compiled_ahead import NAMES
@@ -42,9 +43,9 @@ def test_a_network_runs_without_what_could_not_be_compiled_ahead(monkeypatch, ca
     def fails(record, device):
         raise pickle.PicklingError("another function")
 
-    monkeypatch.setattr(accelerated, "compile_recorded", fails)
-    monkeypatch.setattr(accelerated, "compiles_ahead", lambda device: True)
-    fast = accelerated.Accelerated(torch.nn.Linear(3, 3))
+    monkeypatch.setattr(calls, "compile_recorded", fails)
+    monkeypatch.setattr(calls, "compiles_ahead", lambda device: True)
+    fast = accelerate(torch.nn.Linear(3, 3))
     with caplog.at_level("INFO"):
         assert fast(torch.ones(2, 3)).shape == (2, 3)
     assert "kernels are compiled at their first launch" in caplog.text

@@ -81,7 +81,7 @@ def test_numbers_are_the_modules(name):
             torch.testing.assert_close(a, b)
         first.append(made[1][0].detach())
     assert not torch.equal(first[0], first[1]) and torch.equal(first[1], first[2])
-    assert len(fast._plans) == 1
+    assert len(fast._planned_calls.plans) == 1
 
 
 def test_calls_do_not_repeat_one_another():

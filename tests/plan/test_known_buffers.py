@@ -35,7 +35,7 @@ def nets():
 
 
 def plans(fast):
-    return [made for found in fast._plans.values() for made in found]
+    return [made for found in fast._planned_calls.plans.values() for made in found]
 
 
 def test_a_filter_of_one_number_is_means_and_repeated_pixels(nets):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from diffusion.plan import planned
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.build import plan
+from diffusion.plan.calls import Calls
 from diffusion.plan.launch.table import launch_kernels
 from diffusion.plan.trace import trace
 from tests.plan.compare import compare
@@ -131,7 +132,7 @@ def test_of_tensors_apart():
 def test_on_the_kernels(name, device, monkeypatch):
     module, (x,) = made(FORMS[name])
     module, x = module.float().to(device), x.float().to(device)
-    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (False, False))
+    monkeypatch.setattr(Calls, "_tf32", lambda self: (False, False))
     monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
     expected, y = module(x), Accelerated(module)(x)
     given, dy = [p for p in module.parameters() if p.ndim], torch.randn_like(expected)

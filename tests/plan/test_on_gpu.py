@@ -8,6 +8,7 @@ from torch import nn
 from diffusion.models.blocks import AttentionBlock, CrossAttentionBlock, ResBlock
 from diffusion.plan import planned
 from diffusion.plan.accelerate import Accelerated
+from diffusion.plan.calls import Calls
 from diffusion.plan.launch import products
 from diffusion.plan.launch.table import launch_kernels, launch_reference
 from diffusion.runtime.backend import TORCH_FP32
@@ -63,7 +64,7 @@ class Block(nn.Module):
 @pytest.mark.parametrize("channels", [16, 6])
 def test_same_results_and_gradients(channels, tf32, device, monkeypatch):
     """In TF32 by the fused kernels, in float32 by those that multiply in it."""
-    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (tf32, tf32))
+    monkeypatch.setattr(Calls, "_tf32", lambda self: (tf32, tf32))
     module = Block(channels).to(device)
     x = torch.randn(1, 3, 4, 8, device=device)
     emb, rng = torch.randn(1, 8, device=device), torch.tensor([3, 4], device=device)
@@ -91,7 +92,7 @@ def test_float32_is_multiplied_as_pytorch_is_told(monkeypatch):
         ops.append([node.op for node in made.graph.nodes if node.op.startswith("conv")][0])
         assert all(node.tf32 == allowed for node in made.graph.nodes if len(node.out.shape) == 4)
     assert ops == ["conv_fused", "conv"]
-    assert Accelerated(Block(16))._tf32() == (False, False)
+    assert Accelerated(Block(16))._planned_calls._tf32() == (False, False)
 
 
 class Rows(nn.Module):
@@ -112,7 +113,7 @@ class Rows(nn.Module):
 @pytest.mark.parametrize("tf32", [True, False])
 def test_linear_layers_of_images_have_the_precision_of_products(tf32, device, monkeypatch):
     """Which PyTorch decides by another flag than that of convolutions."""
-    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (True, tf32))
+    monkeypatch.setattr(Calls, "_tf32", lambda self: (True, tf32))
     monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
     module, x = Rows(16).to(device), torch.randn(1, 16, 4, 8, device=device, requires_grad=True)
     given = [x, *module.parameters()]
@@ -126,7 +127,7 @@ def test_linear_layers_of_images_have_the_precision_of_products(tf32, device, mo
 
 def test_of_16_bits_every_product_has_the_kernels_of_16_bits(monkeypatch):
     """PyTorch's flags of TF32 concern float32 alone."""
-    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (True, False))  # as PyTorch begins
+    monkeypatch.setattr(Calls, "_tf32", lambda self: (True, False))  # as PyTorch begins
     module, x = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)), torch.ones(2, 3, 8)
     for low in (True, False):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
@@ -142,7 +143,7 @@ def test_gradients_multiply_nothing_of_the_forward_pass_again(padding, device, m
     layer = nn.Sequential(nn.ZeroPad2d(padding), nn.Conv2d(4, 8, 3, stride=2), nn.Linear(3, 5))
     layer.to(device)
     x = torch.randn(2, 4, 6, 6, device=device, requires_grad=True)
-    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (False, False))
+    monkeypatch.setattr(Calls, "_tf32", lambda self: (False, False))
     monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
     y = Accelerated(layer)(x)
     expected = layer(x)
@@ -180,7 +181,7 @@ class Crossing(nn.Module):
 @pytest.mark.parametrize("scale", [1.0, 0.7])
 def test_attention_to_a_context(scale, device, monkeypatch):
     """By the kernels, or where they lack the scale by PyTorch."""
-    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (False, False))
+    monkeypatch.setattr(Calls, "_tf32", lambda self: (False, False))
     module = Crossing(16).to(device)
     module.scale = scale
     x, context = torch.randn(2, 3, 4, 16, device=device), torch.randn(2, 5, 6, device=device)
@@ -216,7 +217,7 @@ def test_attention_to_a_context(scale, device, monkeypatch):
 def test_convolutions_that_no_fused_kernel_has(layer, shape, device, monkeypatch):
     """Of other sizes than the image's, or strides that differ: by the public op, or PyTorch."""
     layer, x = layer.to(device), torch.randn(shape, device=device, requires_grad=True)
-    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (True, True))
+    monkeypatch.setattr(Calls, "_tf32", lambda self: (True, True))
     monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
     expected, y = layer(x), Accelerated(layer)(x)
     dy = torch.randn_like(y)
@@ -235,7 +236,7 @@ def test_norms_over_channels(tf32, device, monkeypatch):
     module, t = Normed(4).to(device), torch.tensor([3.0, 400.0], device=device)
     x = torch.randn(2, 3, 4, 6, device=device)
     parameters, dy = list(module.parameters()), torch.randn_like(module(x, t))
-    monkeypatch.setattr(Accelerated, "_tf32", lambda self: (tf32, tf32))
+    monkeypatch.setattr(Calls, "_tf32", lambda self: (tf32, tf32))
     monkeypatch.setattr(planned, "launcher", lambda device: launch_kernels)
 
     def made_by(network):

@@ -189,7 +189,7 @@ def test_a_capture_before_any_pass_adds_one_by_one(monkeypatch):
     fast = Accelerated(net)
     fast(*given()).square().sum().backward()
     close(net, exact(net))
-    (made,) = (p for plans in fast._plans.values() for p in plans)
+    (made,) = (p for plans in fast._planned_calls.plans.values() for p in plans)
     assert not made.tables, "a table would be copied to a GPU"
 
 

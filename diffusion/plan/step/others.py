@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...models.conditions import Conditions, Given
-from ..accelerate import Accelerated
+from ..calls import Calls
 from ..graph import PlanError
 from ..launch.table import launch_kernels
 
@@ -23,7 +23,8 @@ class TrainingNetwork:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.plans: dict[int, Accelerated] | None = {}  # by `first`; None: it has none
+        # by `first`; None: it has none
+        self.plans: dict[int, tuple[_Call, Calls]] | None = {}
 
     def __call__(
         self,
@@ -38,15 +39,15 @@ class TrainingNetwork:
         if self.plans is not None:
             given = vars(labels) if isinstance(labels, Conditions) else {"labels": labels}
             if first not in self.plans:
-                self.plans[first] = Accelerated(_Call(self.model, first), launch=launch_kernels)
-            fast = self.plans[first]
+                self.plans[first] = _Call(self.model, first), Calls(launch=launch_kernels)
+            call, calls = self.plans[first]
             try:
-                planned = fast.plan_of((x, t, rng), given)
+                planned = calls.plan_of(call, (x, t, rng), given)
             except (PlanError, ValueError, TypeError) as error:
                 log.warning("the layers run one by one, without a plan: %s", error)
                 self.plans = None
             else:
-                return fast.run(*planned)
+                return calls.run(*planned)
         return self.model.forward_nhwc(x, t, labels, rng=rng, first=first)
 
 
