@@ -144,6 +144,7 @@ def _others() -> dict[str, Callable[[], None]]:
         "gated products": _gated,
         "several in one pass": _elementwise,
         "FIR filters": _fir,
+        "filters in another order": _reorder,
         "sums that a number multiplies": _scaled_sums,
         "parts of a sum through pointers": _parts_through_pointers,
     } | {
@@ -256,6 +257,16 @@ def _fir() -> None:
         triton_kernels.fused_ops.fir(x, taps, 1, 2, (1, 1), (16, 16))
         triton_kernels.fused_ops.fir(x, taps, 2, 1, (2, 2), (64, 64))
         triton_kernels.fused_ops.fir(alone, taps, 1, 1, (0, 0), (32, 32))
+
+
+def _reorder() -> None:
+    """Of 3x3 filters and those of one row, cast to 16 bits, and their gradients back."""
+    for shape in ((256, 128, 3, 3), (256, 128, 1, 5)):
+        theirs = torch.empty(shape)
+        for dtype in (torch.bfloat16, torch.float32):
+            ours = torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)
+            triton_kernels.fused_ops.reorder(theirs, ours)
+        triton_kernels.fused_ops.reorder(ours, theirs)
 
 
 def _scaled_sums() -> None:
