@@ -123,13 +123,13 @@ class Planned(torch.autograd.Function):
             for value, g in zip(starts, grads, strict=True)
         ]
         found = [None if g is None else values[g] for g in grads]
-        if launched:  # those of a replay are copies
-            found = _apart(found)
         del values  # each gradient is freed once it is in another order
-        parameters = range(len(graph.inputs), len(found))
-        kernels = launcher(tensors[0].device).kernels
-        for i in parameters:
-            found[i] = found[i] if found[i] is None else as_it_lies(found[i], tensors[i], kernels)
+        if launched:  # those of a replay are copies, in the order of their parameters
+            found = _apart(found)
+            kernels = launcher(tensors[0].device).kernels
+            for i in range(len(graph.inputs), len(found)):
+                if found[i] is not None:
+                    found[i] = as_it_lies(found[i], tensors[i], kernels)
         return None, None, None, None, *found
 
 

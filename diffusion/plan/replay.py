@@ -30,7 +30,7 @@ from ..runtime.cuda_graph import captured
 from .build import Plan
 from .execute import Streams, run_moves
 from .graph import Value
-from .launch.pytorch import copy_all, order_of_gradient
+from .launch.pytorch import copy_all, is_reordered
 from .launch.table import launch_kernels
 from .moves import Move
 
@@ -197,8 +197,9 @@ class Graphs:
             self.backward = capture(made.schedule.backward, values, pool, made.tables)
         wanted = {back.grads[v]: x for v, x in zip(starts, tensors, strict=True) if v in back.grads}
         self.grads = {v: values[v] for v in wanted}
-        orders = map(order_of_gradient, self.grads.values(), wanted.values())
-        self.copies = Copies(list(self.grads.values()), list(orders))
+        grads = list(self.grads.values())
+        pairs = zip(grads, wanted.values(), strict=True)
+        self.copies = Copies(grads, [x if is_reordered(g, x) else g for g, x in pairs])
 
     def run_forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for i, own in self.own.items():

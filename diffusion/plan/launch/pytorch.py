@@ -150,20 +150,19 @@ def copy_all(xs: Sequence[Tensor], made: Sequence[Tensor], kernels: Kernels) -> 
         torch._foreach_copy_(list(compress(made, alike)), list(compress(xs, alike)))
 
 
-def order_of_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Of filters that of the parameter, to which autograd copies others by a slower kernel; of all
-    else the gradient's own. A tensor without memory."""
-    is_other = grad.ndim in (3, 4) and grad.shape == parameter.shape and not grad.is_contiguous()
-    like = parameter if is_other and parameter.is_contiguous() else grad
-    return torch.empty_like(like, dtype=grad.dtype, device="meta")
+def is_reordered(grad: Tensor, parameter: Tensor) -> bool:
+    """Whether it is that of filters in the order of kernels, and these are in PyTorch's, to which
+    autograd copies it by a slower kernel."""
+    if grad.ndim not in (3, 4) or grad.is_contiguous():
+        return False
+    return parameter.is_contiguous() and grad.shape == parameter.shape
 
 
 def as_it_lies(grad: Tensor, parameter: Tensor, kernels: Kernels) -> Tensor:
-    """The gradient in that order."""
-    order = order_of_gradient(grad, parameter)
-    if not order.is_contiguous() or grad.is_contiguous():
+    """The gradient of filters in the order of the parameter; any other as it is."""
+    if not is_reordered(grad, parameter):
         return grad
-    out = torch.empty_like(order, device=grad.device)
+    out = torch.empty_like(parameter, dtype=grad.dtype, device=grad.device)
     kernels.reorder(grad, out)
     return out
 
