@@ -8,17 +8,18 @@ torch.compile: diffusers', or your own.
                                      module and its arguments for a number of images
     batch=128,16                     images, one number a model
     what=train,evaluate              or evaluate_autocast: of a network that has to stay in float32
+    memory_format=channels_last      or contiguous: filters and images as PyTorch makes them
     loop=false                       true: in an ordinary Python loop, without a graph around it
     processes=12                     that compile our kernels
     out=                             a folder for the CSV; default benchmarks/results
 
 A training step is the loss of given noise, its gradient and PyTorch's fused AdamW, under autocast
-to bf16; an evaluation is of a network in bf16, or under autocast. Both networks are channels_last,
-and each is captured in one CUDA graph. They are timed in turns, after the output and the gradient
-of ours have been found at most twice as far from the float32 module as the module in bf16 is. In a
-loop, `accelerate` and torch.compile's mode=reduce-overhead capture graphs of their own, and
-torch.compile by default does not. What torch.compile cannot compile is timed beside the module as
-it is (eager).
+to bf16; an evaluation is of a network in bf16, or under autocast. Both networks have this memory
+format, and each is captured in one CUDA graph. They are timed in turns, after the output and the
+gradient of ours have been found at most twice as far from the float32 module as the module in bf16
+is. In a loop, `accelerate` and torch.compile's mode=reduce-overhead capture graphs of their own,
+and torch.compile by default does not. What torch.compile cannot compile is timed beside the module
+as it is (eager).
 """
 
 import copy
@@ -26,15 +27,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from benchmarks import harness, precompile, stopwatch
 from benchmarks.harness import Row, WrongResult, check_choice, relative_error
-from benchmarks.other_networks import network_of
+from benchmarks.other_networks import Inputs, Network, network_of
 from benchmarks.papers import in_turns
 from benchmarks.steps import fused_adamw
 from diffusion.errors import ConfigError
@@ -44,10 +46,12 @@ from diffusion.plan.user_module import in_bf16
 from triton_kernels.runtime.device import on_gpu
 
 _KINDS = ("train", "evaluate", "evaluate_autocast")
+_FORMATS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
 DEFAULTS = {
     "models": ("ddpm_cifar10", "butterflies"),
     "batch": (128, 16),
     "what": _KINDS[:2],
+    "memory_format": "channels_last",
     "loop": False,
     **precompile.SETTINGS,
     "out": "",
@@ -61,6 +65,38 @@ def first_tensor(output: Any) -> Tensor:
     if isinstance(output, Tensor):
         return output
     return output.sample if hasattr(output, "sample") else first_tensor(output[0])
+
+
+class Model(NamedTuple):
+    """A network to be timed, in a memory format of `_FORMATS`."""
+
+    name: str  # as `network_of` takes it
+    memory_format: str = "channels_last"
+
+    @property
+    def network(self) -> Network:
+        return network_of(self.name)
+
+    def build(self, device: torch.device) -> nn.Module:
+        """The network, of seed 0."""
+        torch.manual_seed(0)
+        return self.network.build(device).to(memory_format=_FORMATS[self.memory_format])
+
+    def inputs(self, batch: int, device: torch.device) -> Inputs:
+        target, given = self.network.inputs(batch, device)
+
+        def in_format(x: Tensor) -> Tensor:
+            return x.contiguous(memory_format=_FORMATS[self.memory_format]) if x.dim() == 4 else x
+
+        return tree_map_only(Tensor, in_format, (target, given))
+
+    def shape(self, batch: int) -> str:
+        """Of a row: images, height, width, channels and the network's name."""
+        _, given = self.inputs(batch, torch.device("cpu"))
+        n, c, *size = max((x.shape for x in given if isinstance(x, Tensor)), key=len)
+        library, name = self.network.library, self.name.rpartition(":")[2]
+        suffix = "" if self.memory_format == "channels_last" else f":{self.memory_format}"
+        return f"{'x'.join(map(str, (n, *size, c)))} {library}:{name}{suffix}"
 
 
 class Loss(nn.Module):
@@ -77,8 +113,9 @@ class Loss(nn.Module):
 
 def main(arguments: Sequence[str]) -> int:
     settings = harness.parse_settings(arguments, DEFAULTS)
-    for model in settings["models"]:
-        network_of(model)
+    for name in settings["models"]:
+        network_of(name)
+    check_choice("memory_format", settings["memory_format"], _FORMATS)
     for what in settings["what"]:
         check_choice("what", what, _KINDS)
     if len(settings["batch"]) != len(settings["models"]):
@@ -88,11 +125,7 @@ def main(arguments: Sequence[str]) -> int:
     device = harness.require_cuda()
     compiling = precompile.start("benchmarks.accelerated", arguments, device)
     harness.set_precision("bf16")
-    cases = [
-        (what, model, batch)
-        for model, batch in zip(settings["models"], settings["batch"], strict=True)
-        for what in settings["what"]
-    ]
+    cases = [(what, *case) for case in _models(settings) for what in settings["what"]]
     loop = settings["loop"]
     theirs = [compiled(*case, device, loop) for case in cases]
     compiling.wait()
@@ -102,10 +135,10 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def build(model: str, device: torch.device) -> nn.Module:
-    """The network, of seed 0, channels_last."""
-    torch.manual_seed(0)
-    return network_of(model).build(device).to(memory_format=torch.channels_last)
+def _models(settings: dict) -> list[tuple[Model, int]]:
+    """The networks, and of how many images each."""
+    models = (Model(name, settings["memory_format"]) for name in settings["models"])
+    return list(zip(models, settings["batch"], strict=True))
 
 
 def _autocast(device: torch.device, enabled: bool = True) -> AbstractContextManager[None]:
@@ -161,15 +194,15 @@ def captured(run: Callable[[], Tensor]) -> Callable[[int], object]:
 
 def runner(
     what: str,
-    model: str,
+    model: Model,
     batch: int,
     device: torch.device,
     around: Callable[[nn.Module], nn.Module],
     compiler: Callable[[nn.Module], nn.Module] = lambda module: module,
 ) -> Callable[[], Tensor]:
     """A step or an evaluation: `around` the network, `compiler` around all that is compiled."""
-    target, given = network_of(model).inputs(batch, device)
-    network = build(model, device)
+    target, given = model.inputs(batch, device)
+    network = model.build(device)
     if what == "train":
         return step_of(compiler(Loss(around(network.train()))), target, given, device)
     if what == "evaluate_autocast":
@@ -186,7 +219,7 @@ def looped(run: Callable[[], Tensor]) -> Callable[[int], object]:
 
 
 def compiled(
-    what: str, model: str, batch: int, device: torch.device, loop: bool
+    what: str, model: Model, batch: int, device: torch.device, loop: bool
 ) -> dict[str, Callable[[int], object]]:
     """torch.compile's, by provider, or those of the module as it is."""
     torch._dynamo.reset()
@@ -201,16 +234,16 @@ def compiled(
             for name, mode in modes.items()
         }
     except Exception as e:  # of any kind: who compiles says what
-        print(f"{what} {model}: torch.compile fails: {str(e).splitlines()[0]}", flush=True)
+        print(f"{what} {model.name}: torch.compile fails: {str(e).splitlines()[0]}", flush=True)
         return {"eager-bf16": capture(alone())}
 
 
 def rehearse(settings: dict) -> None:
     """Ask for all that ours launches, over memory that nobody reads."""
     host = torch.device("cpu")
-    for model, batch in zip(settings["models"], settings["batch"], strict=True):
-        network = Accelerated(build(model, host))
-        _output_and_gradient(network, *network_of(model).inputs(_CHECKED, host), low=True)
+    for model, batch in _models(settings):
+        network = Accelerated(model.build(host))
+        _output_and_gradient(network, *model.inputs(_CHECKED, host), low=True)
         for what in settings["what"]:
             runner(what, model, batch, host, Accelerated)()
 
@@ -228,9 +261,9 @@ def _output_and_gradient(
     return y.detach().float(), torch.cat([g.float().flatten() for g in grads])
 
 
-def check(model: str, device: torch.device) -> None:
+def check(model: Model, device: torch.device) -> None:
     """Raise WrongResult unless ours is at most twice as far from float32 as the module in bf16."""
-    (dy, given), module = network_of(model).inputs(_CHECKED, device), build(model, device)
+    (dy, given), module = model.inputs(_CHECKED, device), model.build(device)
     harness.set_precision("fp32")
     exact = _output_and_gradient(module, dy, given, low=False)
     dy = exact[0] if dy is None else dy  # one for all three
@@ -239,23 +272,15 @@ def check(model: str, device: torch.device) -> None:
     got = _output_and_gradient(Accelerated(copy.deepcopy(module)), dy, given, low=True)
     for name, a, b, c in zip(("output", "gradient"), got, low, exact, strict=True):
         error, theirs = relative_error(a, c), relative_error(b, c)
-        print(f"{model}: {name} off by {error:.1e}, the module in bf16 by {theirs:.1e}", flush=True)
+        said = f"off by {error:.1e}, the module in bf16 by {theirs:.1e}"
+        print(f"{model.name}: {name} {said}", flush=True)
         if error > 2 * theirs + 1e-5:
             raise WrongResult(f"the {name} is off by {error:.1e}, the module by {theirs:.1e}")
 
 
-def _shape(model: str, batch: int) -> str:
-    """Of a row: images, height, width, channels and the network's name."""
-    network = network_of(model)
-    _, given = network.inputs(batch, torch.device("cpu"))
-    n, c, *size = max((x.shape for x in given if isinstance(x, Tensor)), key=len)
-    name = model.rpartition(":")[2]
-    return f"{'x'.join(map(str, (n, *size, c)))} {network.library}:{name}"
-
-
 def time_case(
     what: str,
-    model: str,
+    model: Model,
     batch: int,
     theirs: dict[str, Callable[[int], object]],
     device: torch.device,
@@ -269,7 +294,7 @@ def time_case(
         ours = looped(runner(what, model, batch, device, Accelerated))
     else:
         ours = captured(runner(what, model, batch, device, partial(Accelerated, capture=False)))
-    shape, origin = _shape(model, batch), harness.provenance()
+    shape, origin = model.shape(batch), harness.provenance()
     op, pass_ = ("train_step", "step") if what == "train" else ("unet_forward", "fwd")
     # as the other benchmarks of steps name it
     suffix = " loop" if loop else " graph" if what == "train" else ""

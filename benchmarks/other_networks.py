@@ -76,16 +76,11 @@ def _of_images(
     """The noise; noised images and timesteps, and tokens of so many numbers if there are any."""
     generator = torch.Generator(device).manual_seed(1)
     draw = partial(torch.randn, device=device, generator=generator)
-    x, noise = (in_channels_last(draw((batch, *shape))) for _ in range(2))
+    x, noise = (draw((batch, *shape)) for _ in range(2))
     t = torch.arange(batch, device=device) * (_TIMESTEPS // batch)
     if tokens is None:
         return noise, (x, t)
     return noise, (x, t, draw((batch, _TOKENS, tokens)))
-
-
-def in_channels_last(x: Tensor) -> Tensor:
-    """Images, [N, C, H, W], in this layout; another tensor as it is."""
-    return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x
 
 
 def _own(model: str) -> Network:
@@ -94,8 +89,7 @@ def _own(model: str) -> Network:
     def inputs(batch: int, device: torch.device) -> Inputs:
         torch.manual_seed(1)
         _, arguments = made(batch)
-        there = pytree.tree_map_only(Tensor, lambda x: in_channels_last(x.to(device)), arguments)
-        return None, there
+        return None, pytree.tree_map_only(Tensor, lambda x: x.to(device), arguments)
 
     return Network(
         Path(model.rpartition(":")[0]).stem, lambda device: made(1)[0].to(device), inputs

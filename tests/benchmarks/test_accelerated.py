@@ -25,10 +25,10 @@ def test_what_denoising_diffusion_pytorch_has(monkeypatch, capsys):
     """Its network is planned, with each of its norms and linear attentions as one op."""
     small = other_networks.of_lucidrains(sample_size=8, dim=8, dim_mults=(1, 2, 2))
     monkeypatch.setattr(other_networks, "NETWORKS", {"small": small})
-    accelerated.check("small", CPU)
+    accelerated.check(accelerated.Model("small"), CPU)
     assert "small: gradient off by" in capsys.readouterr().out
     _, given = small.inputs(2, CPU)
-    graph = trace(accelerated.build("small", CPU), given).graph
+    graph = trace(accelerated.Model("small").build(CPU), given).graph
     assert graph.count()["linear_attention"] == 4 and graph.count()["channel_norm"] == 41
     assert not {"arith", "mul"} & {node.op for node in graph.nodes if len(node.out.shape) == 4}
 
@@ -38,6 +38,7 @@ def test_what_denoising_diffusion_pytorch_has(monkeypatch, capsys):
     [
         ("models=unet64", "models=unet64 is unknown; choose from ddpm_cifar10, butterflies"),
         ("what=draw", "what=draw is unknown; choose from train, evaluate"),
+        ("memory_format=nchw", "memory_format=nchw is unknown; choose from channels_last, contig"),
         ("batch=128", "expected as many numbers as models"),
     ],
 )
@@ -90,10 +91,10 @@ def own(tmp_path):
 
 
 def test_a_network_of_ones_own(own, capsys):
-    model = f"{own}:make"
+    model = accelerated.Model(f"{own}:make")
     accelerated.check(model, CPU)
     assert "gradient off by" in capsys.readouterr().out
-    assert accelerated._shape(model, 3) == f"3x6x10x4 {own.stem}:make"
+    assert model.shape(3) == f"3x6x10x4 {own.stem}:make"
     step = accelerated.runner("train", model, 2, CPU, lambda network: network)
     losses = [step().item() for _ in range(40)]
     assert losses[-1] < losses[0]
@@ -104,9 +105,9 @@ def test_a_network_of_ones_own(own, capsys):
 def test_a_network_that_stays_in_float32(own):
     """Its time comes first, its table is not trained, and a layer gets float32: it is evaluated
     under autocast."""
-    model = f"{own}:time_first"
+    model = accelerated.Model(f"{own}:time_first")
     accelerated.check(model, CPU)
-    assert accelerated._shape(model, 3) == f"3x6x10x4 {own.stem}:time_first"
+    assert model.shape(3) == f"3x6x10x4 {own.stem}:time_first"
     with pytest.raises(RuntimeError, match="dtype"):
         accelerated.runner("evaluate", model, 2, CPU, lambda network: network)()
     for around in (lambda network: network, accelerated.Accelerated):
@@ -114,12 +115,26 @@ def test_a_network_that_stays_in_float32(own):
         assert evaluation().shape == (2, 8, 6, 10) and evaluation().dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("memory_format", "layout"),
+    [("channels_last", torch.channels_last), ("contiguous", torch.contiguous_format)],
+)
+def test_the_memory_format(small, memory_format, layout):
+    model = accelerated.Model(small, memory_format)
+    noise, (x, _) = model.inputs(2, CPU)
+    filters = [p for p in model.build(CPU).parameters() if p.dim() == 4 and p.shape[1] > 1]
+    wide = [p for p in filters if p.shape[2] > 1]  # others are both
+    assert wide and all(p.is_contiguous(memory_format=layout) for p in (*wide, x, noise))
+    accelerated.check(model, CPU)
+    assert model.shape(2).endswith(":contiguous") is (memory_format == "contiguous")
+
+
 def test_what_torch_compile_refuses_is_timed_as_it_is(small, monkeypatch, capsys):
     def refuses(module, **options):
         raise RuntimeError("no such stride\nand more")
 
     monkeypatch.setattr(torch, "compile", refuses)
-    runs = accelerated.compiled("evaluate", small, 2, CPU, loop=True)
+    runs = accelerated.compiled("evaluate", accelerated.Model(small), 2, CPU, loop=True)
     assert list(runs) == ["eager-bf16"] and runs["eager-bf16"](0).shape[0] == 2
     assert "evaluate small: torch.compile fails: no such stride\n" in capsys.readouterr().out
 
@@ -134,11 +149,12 @@ def test_a_file_without_such_a_network_is_named(own):
         with pytest.raises(ConfigError, match=words):
             accelerated.main([f"models={wrong}", "batch=1"])
     with pytest.raises(ConfigError, match="expected a module and a tuple of its arguments"):
-        accelerated.build(f"{own}:no_module", CPU)
+        accelerated.Model(f"{own}:no_module").build(CPU)
 
 
 def test_what_is_wrong_is_not_timed(small, monkeypatch, capsys):
-    accelerated.check(small, CPU)
+    model = accelerated.Model(small)
+    accelerated.check(model, CPU)
     assert "small: gradient off by" in capsys.readouterr().out
 
     class Wrong(nn.Module):
@@ -153,4 +169,4 @@ def test_what_is_wrong_is_not_timed(small, monkeypatch, capsys):
 
     monkeypatch.setattr(accelerated, "Accelerated", Wrong)
     with pytest.raises(WrongResult, match="the output is off by"):
-        accelerated.check(small, CPU)
+        accelerated.check(model, CPU)
