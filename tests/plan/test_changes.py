@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from diffusion import accelerate
 from diffusion.plan import reads
 from diffusion.plan.graph import PlanError
+from diffusion.plan.record import beside
 
 
 class Scaled:
@@ -621,6 +622,33 @@ def test_tables_that_a_file_keeps(function, nothing_kept):
     for _ in range(2):  # and has them in the second
         torch.testing.assert_close(y, net(x, "imported_tables"))
         torch.testing.assert_close(fast(x[:, :, :2], "imported_tables"), y[:, :, :2])
+
+
+def test_which_files_may_keep_tables(tmp_path, monkeypatch):
+    """Of an installed package, all if one of them has something of PyTorch's; the user's do."""
+    monkeypatch.setattr(beside, "_INSTALLED", (str(tmp_path / "installed"),))
+    for at in ("installed/lines_of_text", "installed/layers_of_it", "users_tables"):
+        (tmp_path / at).mkdir(parents=True)
+        (tmp_path / at / "__init__.py").write_text("tables = {}\n")
+    (tmp_path / "installed/layers_of_it/norms.py").write_text("from torch import rsqrt\n")
+    for at in (tmp_path, tmp_path / "installed"):
+        monkeypatch.syspath_prepend(at)
+    packages = {
+        name: __import__(name) for name in ("lines_of_text", "layers_of_it", "users_tables")
+    }
+
+    def watched():
+        files = beside._files()
+        return [name for name, x in packages.items() if any(vars(x) is names for names in files)]
+
+    try:
+        assert watched() == ["users_tables"]
+        importlib.import_module("layers_of_it.norms")
+        assert watched() == ["layers_of_it", "users_tables"]
+    finally:
+        for name in (*packages, "layers_of_it.norms"):
+            sys.modules.pop(name, None)
+            beside._known.pop(name, None)
 
 
 OF_A_CALL = {

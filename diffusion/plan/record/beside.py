@@ -7,9 +7,11 @@ makes others.
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import sysconfig
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from ..trees import leaves
 _Cached = functools._lru_cache_wrapper
 # whose variables and caches are of no module's tensors
 _OTHERS = {*sys.stdlib_module_names, "torch", "triton", "triton_kernels", "diffusion", "sympy"}
+_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _NOTHING = object()
 
 Container = dict | list
@@ -38,11 +41,18 @@ def modules_kept(module: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
     before = _contents([*files, *(x for names in classes for x in _containers(names.values()))])
     found = (x for names in (*files, *classes) for x in list(names.values()))
     caches = {id(x): (x, x.cache_info().misses) for x in found if type(x) is _Cached}
+    left: Left | None = None
+
+    def tensors_left() -> list[Tensor]:
+        nonlocal left
+        left = _left(before)
+        return [x for _, _, tensors in left for x in tensors]
+
     try:
-        yield lambda: [x for _, _, tensors in _left(before) for x in tensors]
+        yield tensors_left
     finally:
         places: dict[int, tuple[Container, set]] = {}
-        for at, key, _ in _left(before):
+        for at, key, _ in _left(before) if left is None else left:
             places.setdefault(id(at), (at, set()))[1].add(key)
         for i, (at, keys) in places.items():
             _restore(at, keys, before[i][1] if i in before else None)
@@ -52,9 +62,46 @@ def modules_kept(module: nn.Module) -> Iterator[Callable[[], list[Tensor]]]:
 
 
 def _files() -> list[dict[str, Any]]:
-    """The variables of Python's modules that are not of `_OTHERS`."""
-    modules = [module for name, module in list(sys.modules.items()) if _is_theirs(name)]
-    return [vars(module) for module in modules if hasattr(module, "__dict__")]
+    """The variables of Python's modules that may keep tensors: not of `_OTHERS`, nor of installed
+    packages in which nothing is PyTorch's."""
+    packages: dict[str, list[ModuleType]] = {}
+    for name, module in list(sys.modules.items()):
+        package = name.partition(".")[0]
+        if package not in _OTHERS and hasattr(module, "__dict__"):
+            packages.setdefault(package, []).append(module)
+    theirs = (modules for name, modules in packages.items() if _has_tensors(name, modules))
+    return [vars(module) for modules in theirs for module in modules]
+
+
+_known: dict[str, tuple[int, bool]] = {}  # of how many modules of a package, the answer below
+
+
+def _has_tensors(package: str, modules: list[ModuleType]) -> bool:
+    """Whether one of its files may keep a tensor."""
+    count, answer = _known.get(package, (0, False))
+    if count != len(modules):
+        answer = not all(map(_is_installed, modules)) or any(map(_knows_torch, modules))
+        _known[package] = len(modules), answer
+    return answer
+
+
+def _is_installed(module: ModuleType) -> bool:
+    return str(vars(module).get("__file__")).startswith(_INSTALLED)
+
+
+def _knows_torch(module: ModuleType) -> bool:
+    """Whether a variable is PyTorch's, or a module, function or class of it."""
+    origins = map(_origin, list(vars(module).values()))
+    return any(str(name).partition(".")[0] == "torch" for name in origins)
+
+
+def _origin(x: Any) -> Any:
+    """The name of a module, or of that in which a function, a class or another thing's class is."""
+    kind = type(x)
+    if issubclass(kind, ModuleType):
+        return vars(x).get("__name__")
+    named = issubclass(kind, type) or kind in (FunctionType, BuiltinFunctionType)
+    return (x if named else kind).__module__
 
 
 def _is_theirs(name: Any) -> bool:
@@ -67,21 +114,27 @@ def _contents(rest: list[Container]) -> Contents:
     while rest:
         x = rest.pop()
         if id(x) not in found:
-            found[id(x)] = x, list.copy(x) if isinstance(x, list) else dict(dict.items(x))
-            rest += _containers(_values(x))
+            copied = list.copy(x) if isinstance(x, list) else dict(dict.items(x))
+            found[id(x)] = x, copied
+            rest += _containers(_values(copied))
     return found
 
 
 # A library's own kind of dict or list may import what is asked of it, or refuse to be walked
 # through: what it stores is read by the methods of Python's.
-def _values(x: Container) -> list[Any]:
-    return list.copy(x) if isinstance(x, list) else list(dict.values(x))
+def _values(x: Container) -> Collection[Any]:
+    return list.copy(x) if isinstance(x, list) else dict.values(x)
 
 
 def _containers(values: Iterable[Any]) -> list[Container]:
     values = list(values)
-    kinds = {kind for kind in {*map(type, values)} if issubclass(kind, dict | list)}
+    kinds = {kind for kind in {*map(type, values)} if _is_container(kind)}
     return [x for x in values if type(x) in kinds] if kinds else []
+
+
+@functools.cache
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, dict | list)
 
 
 def _left(before: Contents) -> Left:
