@@ -418,21 +418,64 @@ def _by_its_first_arguments(net, y, given):
     return y - net.count
 
 
+def _recurrent_in_a_dict(net, y, given):
+    y = y + net.kept["last"] if "last" in net.kept else y
+    net.kept["last"] = y.detach()
+    return y
+
+
+def _recurrent_in_a_list(net, y, given):
+    y = y + net.kept["all"][-1] if net.kept["all"] else y
+    net.kept["all"].append(y.detach())
+    return y
+
+
+def _gives_its_first_result(net, y, given):
+    """As a network that keeps what it makes of a text."""
+    if net.last is None:
+        net.last = (y.detach(),)
+        return y
+    return net.last[0]
+
+
+def _noise_of_its_first_call(net, y, given):
+    if not net.kept["all"]:
+        net.kept["all"].append(torch.randn(4, device=y.device))
+    return y + net.kept["all"][0]
+
+
+def _by_calls_in_a_dict(net, y, given):
+    net.kept["calls"] = net.kept.get("calls", 0) + 1
+    return y * net.kept["calls"]
+
+
+def _by_a_word(net, y, given):
+    first, net.last = net.last is None, "called"
+    return y * 2 if first else y
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
+        (_recurrent_in_a_dict, "Does reads kept, in which it has left what it made"),
+        (_recurrent_in_a_list, "Does reads kept, in which it has left what it made"),
+        (_gives_its_first_result, "Does reads last, in which it has left what it made"),
+        (_noise_of_its_first_call, "Does reads kept, in which it has left what it .* has drawn"),
+        (_by_calls_in_a_dict, "something else in its next call, for it changes kept"),
+        (_by_a_word, "something else in its next call, for it changes last"),
         (_by_its_first_arguments, "something else in its next call, for it changes calls"),
         (_by_calls, "something else in its next call, for it changes calls"),
         (_by_calls_in_a_tensor, "something else in its next call, for it changes calls"),
         (_recurrent, "reads last, in which it has left what it made"),
     ],
 )
-def test_what_the_next_call_would_read_is_refused(function, why):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_what_the_next_call_would_read_is_refused(function, why, autocast):
     net = Does(function)
-    net.calls, net.last = False, None
-    with pytest.raises(PlanError, match=why):
+    net.calls, net.last, net.kept = False, None, {"all": []}
+    with pytest.raises(PlanError, match=why), torch.autocast("cpu", enabled=autocast):
         accelerate(net)(torch.ones(1, 3, 4, 4), None)
-    assert net.calls == 0 and net.last is None
+    assert net.calls == 0 and net.last is None and net.kept == {"all": []}
 
 
 def _counts(net, y, given):
@@ -461,14 +504,36 @@ def _table_in_a_buffer(net, y, given):
     return y * net.table[:n].detach()
 
 
-@pytest.mark.parametrize("function", [_counts, _shows, _table, _table_in_a_buffer])
+def _table_of_a_shape(net, y, given):
+    """In a list, with the shape, which each call says anew."""
+    if net.last != tuple(y.shape):
+        net.kept["all"] = [torch.arange(y.shape[-1], device=y.device).cos()]
+    net.last = tuple(y.shape)
+    return y * net.kept["all"][0]
+
+
+def _counts_layers(net, y, given):
+    """Each call from the beginning, in a dict that parts share, with what each has made."""
+    net.layer.kept = net.kept
+    net.kept["layer"] = 0
+    for _ in range(2):
+        net.kept["layer"] += 1
+        y = y * net.layer.kept["layer"]
+        net.layer.kept["all"].append(y)
+    return y
+
+
+FORGOTTEN = [_counts, _shows, _table, _table_in_a_buffer, _table_of_a_shape, _counts_layers]
+
+
+@pytest.mark.parametrize("function", FORGOTTEN)
 def test_what_no_call_would_read_is_forgotten(function):
     net, x = Does(function), torch.randn(1, 3, 4, 4)
-    net.calls, net.last = 0, None
+    net.calls, net.last, net.kept = 0, None, {"all": []}
     fast, other = accelerate(net), copy.deepcopy(net)
     for given in (x, x[..., :3], x):
         torch.testing.assert_close(fast(given, None), other(given, None))
-    assert net.calls == 0 and net.last is None
+    assert net.calls == 0 and net.last is None and net.kept == {"all": []}
 
 
 class _Beside:

@@ -5,8 +5,9 @@ keeps tables that it would make again. A module that reads what its last call ha
 something else in each call, which no plan does.
 """
 
+import copy
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,56 +16,78 @@ from torch import Tensor, nn
 from ..graph import PlanError
 from ..trees import holds_tensors, leaves, tensors_in
 from .draws import draws
+from .module import Attributes
 from .recording import Recording
 
 Key = tuple[int, str]  # the id of a part, and an attribute's name
+Left = dict[Key, Any]
+_NUMBERS = (bool, int, float, complex, str, tuple)  # which control flow may ask for
+_OWN = frozenset(vars(nn.Module())) - {"training"}  # PyTorch's attributes of every part
 
 
-def left_in(
-    attributes: Iterable[tuple[nn.Module, dict[str, Any]]], inner: Callable[[Tensor], Tensor]
-) -> dict[Key, Any]:
-    """Tensors, as the recording has them, and numbers that are not what they were."""
-    found = {}
-    for part, were in attributes:
-        for name, x in vars(part).items():
-            if isinstance(x, Tensor | int | float) and x is not were.get(name):
-                found[id(part), name] = inner(x) if isinstance(x, Tensor) else x
-    return found
+def left_in(before: Attributes, inner: Callable[[Tensor], Tensor]) -> Left:
+    """Attributes that are not what they were, or have a dict or a list in them that is not, with
+    tensors as the recording has them."""
+    seen: dict[int, Any] = {}
+    return {
+        (id(part), name): _copied(x, inner, seen)
+        for part, were in before.parts
+        for name, x in vars(part).items()
+        if name not in _OWN and before.is_changed(x, were.get(name))
+    }
+
+
+def put_back(left: Left, module: nn.Module, shaped: Callable[[Tensor], Tensor]) -> dict:
+    """Attributes are what a recording has left in them, with other tensors of these shapes. Returns
+    these by their ids, each with the recording's."""
+    parts, seen, stand = {id(part): part for part in module.modules()}, {}, {}
+
+    def standing(x: Tensor) -> Tensor:
+        made = shaped(x)
+        stand[id(made)] = made, x
+        return made
+
+    for (at, name), x in left.items():
+        vars(parts[at])[name] = _copied(x, standing, seen)
+    return stand
 
 
 def refuse_kept(
-    found: Recording, read: Mapping[Key, nn.Module | None], again: Callable[[], Recording]
+    found: Recording, read: Mapping[Key, nn.Module | None], again: Callable[[Left], Recording]
 ) -> None:
-    """PlanError: the forward pass reads an attribute in which it leaves what it makes of its
-    arguments, or numbers with which it does something else, as `again` records it, and not only
-    because it finds a table. Of attributes that are written before they are read `read` says None.
-    """
+    """PlanError: a forward pass that begins with what the recorded one has left in attributes, as
+    `again` records it, reads what that has made of its arguments or has drawn, or does something
+    else, and not only because it finds a table. Of attributes that are written before they are read
+    `read` says None."""
     parts = {key: read[key] for key in found.left if read.get(key) is not None}
     depends = _of_arguments(found)
-    for key in parts:
-        if id(found.left[key]) in depends:
-            raise PlanError(
-                f"the module reads {key[1]}, in which it has left what it made of its last"
-                " arguments; a plan keeps nothing from call to call"
-            )
-    before = {(at, name): vars(part).get(name) for (at, name), part in parts.items()}
-    counts = {k: found.left[k] for k, x in before.items() if type(x) in (bool, int, float)}
-    if not counts:
-        return
+    made = {key: _ids(found.left[key]) & depends for key in parts}
+    counts = {
+        key
+        for key, part in parts.items()
+        if _numbers(found.left[key]) != _numbers(vars(part).get(key[1]))
+    }
     other = None
-    try:
-        for key, x in counts.items():
-            vars(parts[key])[key[1]] = x
-        with suppress(Exception):  # it may miss tables that the number says are there
-            other = again()
-    finally:
-        for key in counts:
-            vars(parts[key])[key[1]] = before[key]
-    if other is None or _said(other) == _said(found):
+    if parts:
+        with suppress(Exception):  # such as of a table's numbers, on which something depends
+            other = again(found.left)
+    if other is None:
+        used = set().union(*made.values())
+    else:
+        given = [*(x for call in other.calls for x in call.given), *leaves(other.result)]
+        used = {id(x) for _, x in (other.last[id(x)] for x in given if id(x) in other.last)}
+    for (at, name), tensors in made.items():
+        if tensors & used:
+            raise PlanError(
+                f"{type(parts[at, name]).__name__} reads {name}, in which it has left what it made"
+                " of its last arguments or has drawn; a plan keeps nothing from call to call: give"
+                " it as an argument, or keep nothing"
+            )
+    if other is None or not counts or _said(other) == _said(found):
         return
-    settled = not any(key in other.left for key in counts)  # as the length of a table does
+    settled = not counts & set(other.left)  # as the length of a table does
     if not settled or not all(_keeps_tables(parts[key], found, depends) for key in counts):
-        names = " and ".join(name for _, name in counts)
+        names = " and ".join(name for _, name in sorted(counts, key=lambda key: key[1]))
         raise PlanError(
             f"the module does something else in its next call, for it changes {names}; a plan"
             " keeps nothing from call to call"
@@ -95,21 +118,21 @@ def refuse_shown(found: Recording) -> None:
 def _keeps_tables(part: nn.Module, found: Recording, depends: set[int]) -> bool:
     """Whether it leaves tensors, and none that depends on the numbers of arguments."""
     own = part._parameters | part._buffers
-    tables = [x for (at, _), x in found.left.items() if at == id(part) and isinstance(x, Tensor)]
+    tables = [x for (at, _), left in found.left.items() if at == id(part) for x in tensors_in(left)]
     tables += [x for name, x in found.written.items() if name.rpartition(".")[2] in own]
     return bool(tables) and not any(id(x) in depends for x in tables)
 
 
 def _of_arguments(found: Recording) -> set[int]:
-    """Ids of tensors that depend on the numbers of arguments."""
-    return _made_of(found, found.inputs)
+    """Ids of tensors that depend on the numbers of arguments or on draws."""
+    drawn = (call for call in found.calls if draws(call.target))
+    return _made_of(found, [found.inputs, *(call.result for call in drawn)])
 
 
 def _of_a_call(found: Recording) -> set[int]:
-    """Ids of tensors that depend on arguments, parameters, buffers or draws."""
-    drawn = (call for call in found.calls if draws(call.target))
+    """Ids of tensors that depend on these, on parameters or buffers."""
     states = [*found.parameters.values(), *found.buffers.values()]
-    return _made_of(found, [found.inputs, states, *(call.result for call in drawn)])
+    return _of_arguments(found) | _made_of(found, states)
 
 
 def _made_of(found: Recording, tensors: Any) -> set[int]:
@@ -125,6 +148,33 @@ def _made_by(x: Tensor, found: Recording) -> int:
     """Which call has made it; the first, if it comes with the call."""
     makers = (i for i, call in enumerate(found.calls) if any(x is y for y in call.results))
     return next(makers, 0)
+
+
+def _ids(tree: Any) -> set[int]:
+    return set(map(id, tensors_in(tree)))
+
+
+def _numbers(tree: Any) -> list:
+    return [x for x in leaves(tree) if isinstance(x, _NUMBERS)]
+
+
+def _copied(x: Any, of_tensor: Callable[[Tensor], Tensor], seen: dict[int, Any]) -> Any:
+    """A copy of an attribute, with other tensors: of its dicts, lists and tuples. What is there
+    twice is so in the copy."""
+    if id(x) in seen:
+        return seen[id(x)]
+    if isinstance(x, Tensor):
+        y = of_tensor(x)
+    elif type(x) is tuple:
+        y = tuple(_copied(z, of_tensor, seen) for z in x)
+    elif isinstance(x, dict | list):
+        y = seen[id(x)] = copy.copy(x)  # which may be in itself
+        for key, z in list(y.items() if isinstance(y, dict) else enumerate(y)):
+            y[key] = _copied(z, of_tensor, seen)
+    else:
+        return x
+    seen[id(x)] = y
+    return y
 
 
 def _said(found: Recording) -> list:

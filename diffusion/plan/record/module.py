@@ -86,26 +86,65 @@ def _places_of_parts(
                 yield from _places_of_parts(part, f"{place}." * bool(place) + name, seen)
 
 
-@contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[list[tuple[nn.Module, dict]]]:
-    """What attributes are. Behind the block they, and what is in their dicts and lists, are so
-    again: a module may keep tensors from call to call, and those of a recording have no numbers."""
-    before = [(part, dict(vars(part))) for part in module.modules()]
-    inside: dict[int, tuple] = {}
-    for _, attributes in before:
-        _note_containers(attributes, inside)
-    try:
-        yield before
-    finally:
-        for part, attributes in before:
+_SIMPLE = (bool, int, float, str)
+
+
+class Attributes:
+    """What the attributes of a module's parts were, and what was in their dicts and lists."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parts = [(part, dict(vars(part))) for part in module.modules()]
+        self._inside: dict[int, tuple] = {}  # containers with copies of them, by their ids
+        for _, attributes in self.parts:
+            self._note(attributes)
+
+    def _note(self, x: dict | list | tuple) -> None:
+        for y in list(x.values() if isinstance(x, dict) else x):
+            if isinstance(y, dict | list | tuple) and id(y) not in self._inside:
+                was = dict(y) if isinstance(y, dict) else list(y)
+                self._inside[id(y)] = y, was
+                self._note(y)
+
+    def is_changed(self, x: Any, was: Any) -> bool:
+        """Whether something else is in its place, or in a container within it."""
+        rest, seen = [(x, was)], set()
+        while rest:
+            x, was = rest.pop()
+            if isinstance(x, tuple) and isinstance(was, tuple) and len(x) == len(was):
+                rest += zip(x, was, strict=True)
+            elif x is not was:
+                if not isinstance(x, _SIMPLE) or type(x) is not type(was) or x != was:
+                    return True
+            elif isinstance(x, dict | list) and id(x) not in seen:
+                seen.add(id(x))
+                was = self._inside[id(x)][1]
+                if len(x) != len(was):
+                    return True
+                at = x.keys() if isinstance(x, dict) else range(len(x))
+                rest += ((x[key], was[key] if isinstance(x, list) else was.get(key)) for key in at)
+        return False
+
+    def restore(self) -> None:
+        for part, attributes in self.parts:
             vars(part).clear()
             vars(part).update(attributes)
-        for x, was in inside.values():
+        for x, was in self._inside.values():
             if isinstance(x, dict) and not _same(list(x.items()), list(was.items())):
                 x.clear()
                 x.update(was)
             elif isinstance(x, list) and not _same(x, was):
                 x[:] = was
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[Attributes]:
+    """What attributes are. Behind the block they, and what is in their dicts and lists, are so
+    again: a module may keep tensors from call to call, and those of a recording have no numbers."""
+    before = Attributes(module)
+    try:
+        yield before
+    finally:
+        before.restore()
 
 
 def _same(a: list, b: list) -> bool:
@@ -114,11 +153,3 @@ def _same(a: list, b: list) -> bool:
         [id(y) for x in given for y in (x if isinstance(x, tuple) else (x,))] for given in (a, b)
     )
     return a == b
-
-
-def _note_containers(x: dict | list, found: dict[int, tuple]) -> None:
-    """The dicts and lists in it, and in these, with copies, by their ids."""
-    for y in list(x.values() if isinstance(x, dict) else x):
-        if isinstance(y, dict | list) and id(y) not in found:
-            found[id(y)] = y, dict(y) if isinstance(y, dict) else list(y)
-            _note_containers(y, found)

@@ -24,8 +24,9 @@ from .beside import modules_kept
 from .composites import without_hints
 from .draws import refused, states
 from .functions import ByDevice, Functions, casts
-from .kept import left_in, refuse_shown
+from .kept import Left, left_in, put_back, refuse_shown
 from .module import (
+    Attributes,
     attributes_kept,
     places_of,
     refuse_changes,
@@ -40,12 +41,16 @@ from .without_gpu import as_with_gpu, tensor_there
 
 
 def record(
-    module: nn.Module, args: tuple, kwargs: dict[str, Any], forward: Callable | None = None
+    module: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    forward: Callable | None = None,
+    left: Left | None = None,
 ) -> Recording:
     """What module(*args, **kwargs) calls, or a function of the module in its place. Tensors of the
     recording are on the `meta` device; under autocast, also of the module's own, they say that they
     are on that of the arguments, on which its casts depend. What the module keeps of the call in
-    its attributes is forgotten.
+    its attributes is forgotten; these begin with what another recording has `left` in them.
 
     PlanError: the forward pass writes to a parameter or an argument, depends on numbers
     that are not known before, asks which tensors have gradients, or has gradients of its own: of
@@ -55,7 +60,8 @@ def record(
     """
     # a module that is compiled may be planned in its first call
     run = _uncompiled if "torch._dynamo" in sys.modules else _record
-    call, by_device, before = (module, args, kwargs, forward or module), casts(), states()
+    call = module, args, kwargs, forward or module, left or {}
+    by_device, before = casts(), states()
     try:
         found = run(*call, by_device)
     except ByDevice:
@@ -79,6 +85,7 @@ def _record(
     args: tuple,
     kwargs: dict[str, Any],
     forward: Callable,
+    left: Left,
     by_device: bool,
     draws: bool = True,  # may generators of the host be asked; False: PlanError
 ) -> Recording:
@@ -104,6 +111,8 @@ def _record(
         inputs = [shapes.of(x) if isinstance(x, Tensor) else x for x in leaves]
         found = Recording(inputs, *states, differentiable)
         notes, places = Notes(module, found, shapes), places_of(module)
+        if left:
+            found.last, attributes = put_back(left, module, shapes.of), Attributes(module)
         made, result_spec = [], None
 
         def run(given: dict[int, Tensor], states: dict[str, Tensor]) -> dict[int, Tensor]:

@@ -46,8 +46,10 @@ class Recording:
     # parameters and buffers that are written to, and what they are behind it
     written: dict[str, Tensor] = field(default_factory=dict)
     rewritten: dict[int, str] = field(default_factory=dict)  # by id, what parameters become
-    # attributes that are others behind it: by their part's id and name, tensors and numbers
+    # attributes that are others behind it, by their part's id and name
     left: dict[tuple[int, str], Any] = field(default_factory=dict)
+    # tensors in place of those that another recording has left, by their ids, with these
+    last: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     beside: list[Tensor] = field(default_factory=list)  # in variables, dicts and lists of files
     # what Python was given, and how many calls there were then
     made: list[tuple[ref[Tensor], int]] = field(default_factory=list)
