@@ -252,3 +252,32 @@ def test_wrong_arguments_are_the_modules_business():
     module, args, kwargs = network("ours: unet.cu's")
     with pytest.raises(ValueError, match="expected"):
         trace(module, (args[0][:, :2], args[1]))
+
+
+class OfPixels(nn.Module):
+    """PyTorch's layer over an image's pixels, as its users call it."""
+
+    def __init__(self, batch_first, **options):
+        super().__init__()
+        self.batch_first, self.options = batch_first, options
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(4, 8)
+        self.of = nn.MultiheadAttention(8, 2, batch_first=batch_first)
+
+    def forward(self, x):
+        x = self.stem(x)
+        rows = self.norm(x.flatten(2)).permute((0, 2, 1) if self.batch_first else (2, 0, 1))
+        y = self.of(rows, rows, rows, **self.options)[0]
+        return x + y.permute((0, 2, 1) if self.batch_first else (1, 2, 0)).unflatten(2, x.shape[2:])
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("options", [{}, {"need_weights": False}])
+def test_pytorchs_attention_reads_pixels_as_they_lie(batch_first, options):
+    """Also where the layer makes the weights, too, which nobody reads."""
+    compared = compare(
+        OfPixels(batch_first, **options).double(), (torch.randn(2, 3, 4, 6).double(),)
+    )
+    assert compared.error() < 1e-12 and compared.gradient_error() < 1e-12
+    nodes = compared.graph.count()
+    assert nodes["attention"] == 1 and "arith" not in nodes
+    assert nodes["layout"] == 4  # of the image, of the result, and of their gradients

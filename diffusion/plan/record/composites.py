@@ -252,21 +252,22 @@ def _channel_shuffle(input: Tensor, groups: int) -> Tensor:
 
 
 @instead_of(F.multi_head_attention_forward, named=True)
-def _multi_head_attention(a: SimpleNamespace) -> tuple[Tensor, None]:
-    """Of sequences [T, N, C], without the weights as a second result."""
+def _multi_head_attention(a: SimpleNamespace) -> tuple[Tensor, Tensor | None]:
+    """Of sequences [T, N, C], whose products are of [N, T, C], as attention reads them. The weights
+    are made beside them, if something reads these."""
     masks = [m for m in (a.attn_mask, a.key_padding_mask) if m is not None]
     kinds = {m.dtype == torch.bool for m in masks}
     more = a.bias_k, a.bias_v, a.static_k, a.static_v
     if any(x is not None for x in more) or len(kinds) == 2 or a.add_zero_attn:
         return NotImplemented
-    if a.need_weights or (a.training and a.dropout_p > 0) or a.query.ndim != 3:
+    if (a.need_weights and masks) or (a.training and a.dropout_p > 0) or a.query.ndim != 3:
         return NotImplemented
     separate = a.q_proj_weight, a.k_proj_weight, a.v_proj_weight
     weights = separate if a.use_separate_proj_weight else a.in_proj_weight.chunk(3)
     biases = (None,) * 3 if a.in_proj_bias is None else a.in_proj_bias.chunk(3)
     inputs = a.query, a.key, a.value
-    q, k, v = (
-        F.linear(x, w, b).unflatten(-1, (a.num_heads, -1)).permute(1, 2, 0, 3)
+    q, k, v = (  # [N, heads, T, d]
+        F.linear(x.transpose(0, 1), w, b).unflatten(-1, (a.num_heads, -1)).transpose(1, 2)
         for x, w, b in zip(inputs, weights, biases, strict=True)
     )
     if a.attn_mask is not None and a.attn_mask.ndim == 3:  # [N heads, T, L]
@@ -278,5 +279,9 @@ def _multi_head_attention(a: SimpleNamespace) -> tuple[Tensor, None]:
         mask = ~(masks[0] | masks[-1])
     elif masks:
         mask = masks[0] if len(masks) == 1 else masks[0] + masks[1]
-    o = F.scaled_dot_product_attention(q, k, v, mask).permute(2, 0, 1, 3).flatten(2)
-    return F.linear(o, a.out_proj_weight, a.out_proj_bias), None
+    o = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
+    y = F.linear(o, a.out_proj_weight, a.out_proj_bias).transpose(0, 1)
+    if not a.need_weights:
+        return y, None
+    weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1)
+    return y, weights.mean(1) if a.average_attn_weights else weights
