@@ -55,7 +55,19 @@ def leaves(tree: Any) -> list[Any]:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Those in a call's arguments or results, of whose objects none is a branch."""
+    kind = type(tree)
+    if kind is tuple or kind is list:  # as nearly all are: PyTorch's trees take ten times as long
+        return [x for branch in tree for x in tensors_in(branch)]
+    if kind in _LEAVES:
+        return []
+    if isinstance(tree, Tensor):
+        return [tree]
+    if kind is dict:
+        return tensors_in([*tree.values()])
     return [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+_LEAVES = {type(None), bool, int, float, str, torch.dtype, torch.device}
 
 
 _SIMPLE = (Tensor, nn.Module, type, Enum, torch.dtype, torch.device, str, bytes, int, float)

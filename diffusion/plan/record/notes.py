@@ -75,14 +75,16 @@ class Notes(TorchDispatchMode):
             return self._seen(target, args, kwargs or {})
 
     def _seen(self, target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self._is_known(target, args, kwargs):
+        tensors = tensors_in((args, kwargs))
+        if self._is_known(target, tensors):
             if kwargs.get("device") == self.shapes.device:  # the recording's: numbers stay
                 kwargs = {k: v for k, v in kwargs.items() if k != "device"}
             with torch._C._DisableTorchDispatch():
                 return target(*args, **kwargs)
         if self.own and draws(target):
             raise PlanError(f"{target} in an autograd.Function, which is called twice, draws twice")
-        args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs))
+        if not all(map(self.shapes.has, tensors)):
+            args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs))
         if is_draw(target) and not self.shapes.by_device and _has_device(target):
             kwargs = {**kwargs, "device": META}  # of the host's, no numbers either
         if target is _ATEN.copy_.default and id(args[0]) in self.given:
@@ -103,10 +105,9 @@ class Notes(TorchDispatchMode):
             self.note(target, args, kwargs, result)
         return result
 
-    def _is_known(self, target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _is_known(self, target: torch._ops.OpOverload, tensors: list[Tensor]) -> bool:
         """Whether the call's result is the same in each call of the module, so that it is made now:
         of tensors with numbers alone, such as an array of numpy's."""
-        tensors = tensors_in((args, kwargs))
         fixed = not any(self.shapes.has(x) or x.requires_grad for x in tensors)
         return bool(tensors) and fixed and not draws(target) and not target._schema.is_mutable
 
