@@ -281,3 +281,16 @@ def test_pytorchs_attention_reads_pixels_as_they_lie(batch_first, options):
     nodes = compared.graph.count()
     assert nodes["attention"] == 1 and "arith" not in nodes
     assert nodes["layout"] == 4  # of the image, of the result, and of their gradients
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_batch_norms_read_images_as_layers_leave_them(dims):
+    """By the statistics of the batch, and with an activation and pooling behind them."""
+    conv, norm = getattr(nn, f"Conv{dims}d"), getattr(nn, f"BatchNorm{dims}d")(6)
+    layers = conv(3, 6, 1), norm, nn.GELU(), conv(6, 3, 1)
+    layers = (*layers[:3], nn.MaxPool2d(2), layers[3]) if dims == 2 else layers
+    compared = compare(
+        nn.Sequential(*layers).double(), (torch.randn(2, 3, *(4, 6, 2)[:dims]).double(),)
+    )
+    assert compared.error() < 1e-12 and compared.gradient_error() < 1e-9
+    assert compared.graph.count()["layout"] == 4  # of the image, of the result, of their gradients

@@ -151,25 +151,39 @@ def _of_each_element(low: Lowering, args: Sequence[Any], options: dict[str, Any]
 _OF_IMAGES = (
     *(f"upsample_{kind}" for kind in ("bicubic2d", "bilinear2d", "nearest2d", "trilinear3d")),
     *("_upsample_nearest_exact2d", "_adaptive_avg_pool2d", "avg_pool2d", "max_pool2d"),
-    *("reflection_pad2d", "replication_pad2d", "convolution"),
+    *("reflection_pad2d", "replication_pad2d", "convolution", "_native_batch_norm_legit"),
 )
 
 
 @dataclass(frozen=True)
-class _ChannelsLast:
-    """Such an op, of [N, ..., C]."""
+class _Result:
+    """One of the tensors that an op makes, in memory of its own."""
 
     op: torch._ops.OpOverload
+    at: int | None  # None: it makes one
+
+    def made(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made = self.op(*args, **kwargs)
+        return made if self.at is None else made[self.at]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made = self.made(*args, **kwargs)
+        return made.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+class _ChannelsLast(_Result):
+    """The image that such an op makes, of [N, ..., C]."""
 
     def __call__(self, x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        return self.op(x.movedim(-1, 1), *args, **options).movedim(1, -1).contiguous()
+        return self.made(x.movedim(-1, 1), *args, **options).movedim(1, -1).contiguous()
 
 
 def _of_images(low: Lowering, args: Sequence[Any], options: dict[str, Any]) -> View | None:
     """A call of images that lie as those of our layers, which then write and read it without a copy
     in another order. None: it is another, or a convolution in groups: PyTorch has kernels of single
     channels for images in the module's order alone."""
-    op, x = low.target, args[0]
+    made = low.target if isinstance(low.target, _Result) else _Result(low.target, None)
+    op, x = made.op, args[0]
     named = isinstance(op, torch._ops.OpOverload) and op._opname in _OF_IMAGES
     if not named or not isinstance(x, View) or op._opname == "convolution" and args[8] != 1:
         return None
@@ -177,8 +191,11 @@ def _of_images(low: Lowering, args: Sequence[Any], options: dict[str, Any]) -> V
     if tuple(memory_order(low.views.owned(x))) != last:
         return None
     inputs, arguments, options = _call_of(low, (x.permute(last), *args[1:]), options)
+    if len(low.meta.shape) != len(last):
+        return None  # of an image no image, such as its channels' means
     shape = [low.meta.shape[i] for i in last]
-    return in_order(left(low, inputs, arguments, shape, options, _ChannelsLast(op)), shape, last)
+    target = _ChannelsLast(op, made.at)
+    return in_order(left(low, inputs, arguments, shape, options, target), shape, last)
 
 
 def _call_of(
@@ -216,19 +233,6 @@ def draw(low: Lowering, *args: Any, **options: Any) -> View:
     given = numbered("x", inputs) if inputs else low.beside()
     attrs = {"target": low.target, "arguments": arguments, "options": options}
     return whole(low.make("draw", given, low.meta.shape, low.meta.dtype, **attrs))
-
-
-@dataclass(frozen=True)
-class _Result:
-    """One of the tensors that an op makes, in memory of its own."""
-
-    op: torch._ops.OpOverload
-    at: int | None  # None: it makes one
-
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made = self.op(*args, **kwargs)
-        made = made if self.at is None else made[self.at]
-        return made.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 _PARTS = {  # what writes a part of a copy: the op that names the part
