@@ -26,6 +26,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -185,21 +186,26 @@ def _page(given: dict[str, str], changed: dict[str, Any], gpu: Chip) -> Page:
 
 
 def _user_page(given: dict[str, str], gpu: Chip) -> Page:
-    """Of what `accelerate` runs; in bf16 training is under autocast, and an evaluation of a module
-    in bf16."""
+    """Of what `accelerate` runs. In bf16 training is under autocast, and an evaluation of a module
+    in bf16, or under autocast where the module mixes types, as with an embedding in float32."""
     for name in ("size", "channels", "context"):
         if given[name]:
             raise ConfigError(f"{name}={given[name]}: the arguments of {given['model']} have that")
-    trains = given["mode"] == "train"
-    network, args = user_function(given["model"])(int(given["batch"]))
-    low = given["precision"] == "bf16"
-    if low and not trains:
-        network, args = in_bf16(network, args)
+    trains, low = given["mode"] == "train", given["precision"] == "bf16"
+    make = partial(user_function(given["model"]), int(given["batch"]))
     options = {"tf32": (given["precision"] == "tf32",) * 2, "kernels": (fused_ops, gpu.gpu)}
-    options |= {"rounds": True}
-    with standing_for(gpu.gpu), cuda_autocast(torch.bfloat16, enabled=low and trains):
-        made = plan(network.train(trains), args, {}, trains=trains, **options)
-    return page(made, gpu)
+
+    def made(network: nn.Module, args: tuple, autocast: bool = False) -> Plan:
+        with standing_for(gpu.gpu), cuda_autocast(torch.bfloat16, enabled=autocast):
+            return plan(network.train(trains), args, {}, trains=trains, rounds=True, **options)
+
+    if trains or not low:
+        return page(made(*make(), autocast=low), gpu)
+    try:
+        return page(made(*in_bf16(*make())), gpu)
+    except PlanError as error:
+        found = page(made(*make(), autocast=True), gpu)
+        return replace(found, about=f"under autocast, since in bfloat16 {error}")
 
 
 def _plan(
@@ -263,7 +269,8 @@ def main(arguments: list[str]) -> None:
     if given["recompute"] == "true" and not of_step:
         raise ConfigError("recompute=true is for mode=train of a UNet of images")
     try:
-        print(table(found, given["node"]))
+        said = table(found, given["node"])
+        print(f"{found.about}\n{said}" if found.about else said)
     except KeyError:
         near = get_close_matches(given["node"], modules(found), 3)
         said = f"did you mean {', '.join(near)}" if near else "see the page without node="

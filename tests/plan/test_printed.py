@@ -207,6 +207,34 @@ def test_a_module_of_the_users(capsys):
             main([model, wrong])
 
 
+MIXES = """
+import torch
+from torch import nn
+
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.time = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(4, 8, 1)
+
+    def forward(self, x, t):
+        angles = torch.outer(t, torch.arange(4.0, device=t.device))
+        return self.conv(x) + self.time(angles.cos()[:, :, None, None])
+
+def make(batch):
+    return Timed(), (torch.randn(batch, 3, 8, 8), torch.rand(batch))
+"""
+
+
+def test_a_module_that_mixes_types_is_evaluated_under_autocast(capsys, tmp_path):
+    (tmp_path / "timed.py").write_text(MIXES)
+    main([f"model={tmp_path}/timed.py:make", "batch=2", "mode=sample"])
+    first, *page = capsys.readouterr().out.splitlines()
+    assert first.startswith("under autocast, since in bfloat16 Timed cannot be traced: ")
+    assert "timed.py:12 of time" in first and any("conv" in line for line in page)
+    main([f"model={OWN}/own_module.py:make", "batch=2", "mode=sample"])
+    assert "under autocast" not in capsys.readouterr().out
+
+
 def test_a_step_that_accelerate_plans(capsys):
     """As train.py does, where a `UNet` has no plan of its own."""
     channels = ("model_channels=18", "num_groups=6", "num_head_channels=18", "dropout=0.1")

@@ -48,11 +48,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Page:
-    """All lines in their order, and what is said under them."""
+    """All lines in their order, and what is said under them, or about them all."""
 
     lines: list[Line]
     memory: Memory | str  # a sentence, where none is counted
     gpu: Device
+    about: str = ""
 
 
 class Writer:
