@@ -11,7 +11,7 @@ PAIR := .venv-torch$(TORCH)-triton$(TRITON)
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-test demo test test-slow test-pair lint format clean
+.PHONY: help install install-test demo test test-all test-slow test-pair lint format clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
@@ -35,7 +35,10 @@ demo: $(VENV)/.installed ## train on drawn elephants at a small size and draw sa
 	$(BIN)/python train.py experiment=demo run_dir=runs/demo
 	$(BIN)/python sample.py ckpt=runs/demo n=36 out=runs/demo/elephants.png
 
-test: $(VENV)/.installed-test ## run the test-suite
+test: $(VENV)/.installed-test ## run every test, three cases of each (ten minutes on two cores)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --few 3
+
+test-all: $(VENV)/.installed-test ## run every case of every test, but for the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-slow: $(VENV)/.installed-test ## run the tests that take long: sweeps by every launcher, restarts, faults

@@ -21,23 +21,54 @@ os.environ["TRITON_DIFFUSION_COMPILERS"] = "0"
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--few",
+        type=int,
+        metavar="N",
+        help="run at most N cases of each test, evenly spread: make test, which has ten minutes",
+    )
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: takes long; make test-slow runs it")
+    config.addinivalue_line(
+        "markers", "one_of(what): --few runs one case of those with the same what"
+    )
     # pytest listens to loggers that do not propagate, and who listens to this one makes PyTorch's
     # compiler write a trace of all it does, with stacks
     logging.getLogger("torch.__trace").propagate = True
     torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else torch.get_num_threads())
 
 
+@pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config, items):
     """Without a GPU its tests are not selected: a third of all, and a skipped test is set up and
-    reported by its worker, too."""
-    if torch.cuda.is_available():
-        return
-    there = [item for item in items if "gpu" not in item.keywords]
-    config.hook.pytest_deselected(items=[item for item in items if "gpu" in item.keywords])
+    reported by its worker, too. With --few, most cases of a test with many are not."""
+    there = items
+    if not torch.cuda.is_available():
+        there = [item for item in items if "gpu" not in item.keywords]
+    if config.option.few is not None:
+        there = few_of(there, config.option.few)
+    taken = set(there)
+    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
     items[:] = there
+
+
+def few_of(items, n):
+    """At most n cases of each test, evenly spread, and one of those marked `one_of` the same; in
+    their order."""
+    cases = {}
+    for item in items:
+        mark = item.get_closest_marker("one_of")
+        key = item.nodeid.partition("[")[0], mark and mark.args
+        cases.setdefault(key, []).append(item)
+    taken = set()
+    for (_, alike), found in cases.items():
+        count = 1 if alike else n
+        taken.update(found[i * len(found) // count] for i in range(count))
+    return [item for item in items if item in taken]
 
 
 def pytest_collection_finish():

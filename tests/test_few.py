@@ -1,0 +1,28 @@
+"""What `make test` runs of tests with many cases."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from .conftest import few_of
+
+
+class _Case:
+    def __init__(self, name: str, of: str = "") -> None:
+        self.nodeid, self.of = f"tests/test_x.py::{name}", of
+
+    def get_closest_marker(self, name: str) -> SimpleNamespace | None:
+        return SimpleNamespace(args=(self.of,)) if name == "one_of" and self.of else None
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (4, [0, 1, 2]), (9, [0, 3, 6])]
+)
+def test_few_cases_are_spread(count, wanted):
+    alone, many = _Case("test_alone"), [_Case(f"test_many[{i}]") for i in range(count)]
+    assert few_of([*many, alone], 3) == [*(many[i] for i in wanted), alone]
+
+
+def test_one_of_those_that_are_alike():
+    kernels = [_Case(f"test_compiles[{k} {i}]", of=k) for k in "abcde" for i in range(3)]
+    assert few_of(kernels, 2) == kernels[::3]
