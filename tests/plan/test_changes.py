@@ -454,9 +454,22 @@ def _by_a_word(net, y, given):
     return y * 2 if first else y
 
 
+def _by_calls_in_an_object(net, y, given):
+    net.told.calls += 1
+    return y * net.told.calls
+
+
+def _by_a_set(net, y, given):
+    first = "called" not in net.seen
+    net.seen.add("called")
+    return y * 2 if first else y
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
+        (_by_calls_in_an_object, "something else in its next call, for it changes told"),
+        (_by_a_set, "something else in its next call, for it changes seen"),
         (_recurrent_in_a_dict, "Does reads kept, in which it has left what it made"),
         (_recurrent_in_a_list, "Does reads kept, in which it has left what it made"),
         (_gives_its_first_result, "Does reads last, in which it has left what it made"),
@@ -473,6 +486,7 @@ def _by_a_word(net, y, given):
 def test_what_the_next_call_would_read_is_refused(function, why, autocast):
     net = Does(function)
     net.calls, net.last, net.kept = False, None, {"all": []}
+    net.told, net.seen = SimpleNamespace(calls=0), set()
     with pytest.raises(PlanError, match=why), torch.autocast("cpu", enabled=autocast):
         accelerate(net)(torch.ones(1, 3, 4, 4), None)
     assert net.calls == 0 and net.last is None and net.kept == {"all": []}

@@ -26,8 +26,8 @@ _OWN = frozenset(vars(nn.Module())) - {"training"}  # PyTorch's attributes of ev
 
 
 def left_in(before: Attributes, inner: Callable[[Tensor], Tensor]) -> Left:
-    """Attributes that are not what they were, or have a dict or a list in them that is not, with
-    tensors as the recording has them."""
+    """Attributes that are not what they were, themselves or within, with tensors as the recording
+    has them."""
     seen: dict[int, Any] = {}
     return {
         (id(part), name): _copied(x, inner, seen)
@@ -65,7 +65,8 @@ def refuse_kept(
     counts = {
         key
         for key, part in parts.items()
-        if _numbers(found.left[key]) != _numbers(vars(part).get(key[1]))
+        if not tensors_in(left := found.left[key])
+        or _numbers(left) != _numbers(vars(part).get(key[1]))
     }
     other = None
     if parts:

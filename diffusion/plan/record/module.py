@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from ..graph import PlanError
-from ..trees import flatten
+from ..trees import flatten, state_of
 
 
 def refuse_parts(module: nn.Module) -> None:
@@ -86,42 +87,51 @@ def _places_of_parts(
                 yield from _places_of_parts(part, f"{place}." * bool(place) + name, seen)
 
 
-_SIMPLE = (bool, int, float, str)
+_NUMBERS = (bool, int, float, str)
+_SEEN = (Tensor, nn.Module, torch.dtype, torch.device, type, FunctionType, *_NUMBERS)
 
 
 class Attributes:
-    """What the attributes of a module's parts were, and what was in their dicts and lists."""
+    """What the attributes of a module's parts were, and what was in their dicts, lists, sets and
+    objects."""
 
     def __init__(self, module: nn.Module) -> None:
         self.parts = [(part, dict(vars(part))) for part in module.modules()]
-        self._inside: dict[int, tuple] = {}  # containers with copies of them, by their ids
+        self._inside: dict[int, tuple] = {}  # with copies, by their ids
         for _, attributes in self.parts:
             self._note(attributes)
 
     def _note(self, x: dict | list | tuple) -> None:
         for y in list(x.values() if isinstance(x, dict) else x):
-            if isinstance(y, dict | list | tuple) and id(y) not in self._inside:
-                was = dict(y) if isinstance(y, dict) else list(y)
-                self._inside[id(y)] = y, was
+            if y is None or isinstance(y, _SEEN) or id(y) in self._inside:
+                continue
+            now = _inside(y)
+            kind = dict if isinstance(now, dict) else set if isinstance(now, set) else list
+            self._inside[id(y)] = y, kind(now)
+            if isinstance(y, dict | list | tuple):
                 self._note(y)
 
     def is_changed(self, x: Any, was: Any) -> bool:
-        """Whether something else is in its place, or in a container within it."""
+        """Whether something else is in its place, or within it."""
+        if x is was and id(x) not in self._inside:
+            return False
         rest, seen = [(x, was)], set()
         while rest:
             x, was = rest.pop()
             if isinstance(x, tuple) and isinstance(was, tuple) and len(x) == len(was):
                 rest += zip(x, was, strict=True)
             elif x is not was:
-                if not isinstance(x, _SIMPLE) or type(x) is not type(was) or x != was:
+                if not isinstance(x, _NUMBERS) or type(x) is not type(was) or x != was:
                     return True
-            elif isinstance(x, dict | list) and id(x) not in seen:
+            elif id(x) in self._inside and id(x) not in seen:
                 seen.add(id(x))
-                was = self._inside[id(x)][1]
-                if len(x) != len(was):
+                now, was = _inside(x), self._inside[id(x)][1]
+                if len(now) != len(was) or (isinstance(now, set) and now != was):
                     return True
-                at = x.keys() if isinstance(x, dict) else range(len(x))
-                rest += ((x[key], was[key] if isinstance(x, list) else was.get(key)) for key in at)
+                if isinstance(now, dict):
+                    rest += ((y, was.get(key)) for key, y in now.items())
+                elif isinstance(now, list):
+                    rest += zip(now, was, strict=True)
         return False
 
     def restore(self) -> None:
@@ -134,6 +144,11 @@ class Attributes:
                 x.update(was)
             elif isinstance(x, list) and not _same(x, was):
                 x[:] = was
+
+
+def _inside(x: Any) -> Any:
+    """x if it is a dict, a list, a tuple or a set, or else its attributes."""
+    return x if isinstance(x, dict | list | tuple | set) else state_of(x)
 
 
 @contextmanager
