@@ -956,3 +956,26 @@ def test_parameters_that_a_forward_writes_to():
     net = Does(lambda net, y, w: y * net.layer.bias.mul_(2)[:, None, None])
     with pytest.raises(PlanError, match="changes layer.bias in its forward"):
         accelerate(net)(torch.ones(1, 3, 4, 4), None)
+
+
+class Crops(nn.Module):
+    """As an encoder of camera pictures begins in training: where it cuts is drawn and read."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.ReLU())
+
+    def forward(self, x):
+        left = int(torch.randint(0, 3, ()))
+        return self.encoder(x[..., left : left + 4])
+
+
+def test_parts_of_what_is_refused_are_accelerated():
+    net, x = Crops(), torch.randn(2, 3, 6, 6)
+    with pytest.raises(PlanError, match="__int__ of a tensor.*or accelerate parts that do not ask"):
+        accelerate(net)(x)
+    torch.manual_seed(1)
+    y = net(x)
+    net.encoder = accelerate(net.encoder)
+    torch.manual_seed(1)
+    torch.testing.assert_close(net(x), y)

@@ -203,7 +203,8 @@ class Functions(TorchFunctionMode):
                 if numbers is not None:
                     return getattr(numbers, name)(*args[1:], **kwargs)
             why = f"{name} of a tensor, whose numbers are not known before the call,"
-            raise self._refused(why, "use torch.where, or give what it decides") from error
+            instead = "use torch.where, give what it decides, or accelerate parts that do not ask"
+            raise self._refused(why, instead) from error
 
     def _refuse(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """What a recording does not see: which tensors have gradients, and one that keeps its
