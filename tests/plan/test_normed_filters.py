@@ -8,9 +8,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion import accelerate
 from diffusion.plan.build import plan
+from diffusion.plan.dry_passes import dry_passes, starts
 from diffusion.plan.dry_run import nothing_launched
 from diffusion.plan.launch.table import launcher_of
-from diffusion.plan.printed.kernels import dry_run, starts
 from tests.plan.strangers import Magnitudes
 from triton_kernels import fused_ops
 from triton_kernels.registry.chips import chip
@@ -51,7 +51,7 @@ def test_no_filters_are_copied_that_lie_as_products_read_them(lie_as_read, copie
     counted = Copies()
     monkeypatch.setattr(fused_ops, "reorder", counted.reorder)
     with nothing_launched(gpu.gpu), counted:
-        dry_run(made, values, launcher_of(fused_ops))
+        dry_passes(made, values, launcher_of(fused_ops))
     inner = [shape for shape in counted.found if sorted(shape) == [3, 3, 64, 64]]
     assert len(inner) == 2 * copies  # there are two layers with 3x3 filters and 64 channels
 

@@ -5,10 +5,11 @@ from torch import Tensor
 from triton_kernels.registry.chips import Chip
 
 from ..build import Plan
+from ..dry_passes import HOST, dry_passes, starts
 from ..graph import Value
 from ..launch.table import Kernels, launcher_of
 from ..moves import Move
-from .kernels import HOST, dry_run, noting, starts
+from .kernels import noting
 from .memory import ACTIVATIONS, LAUNCHES, ROWS, Allocations, Memory
 
 
@@ -28,12 +29,12 @@ def call_memory(plan: Plan, gpu: Chip, ops: Kernels) -> Memory:
             counted.has_made(move.nodes[0].out.name)
 
     with noting(gpu):
-        dry_run(plan, starts(plan), launcher.of_backward(tables, HOST))  # which learns the rows
+        dry_passes(plan, starts(plan), launcher.of_backward(tables, HOST))  # which learns the rows
         begins = starts(plan)
         with Allocations() as counted:
             run = launcher.of_backward(tables, HOST)
             rows = set() if run.sums is None else counted.numbers(run.sums.workspaces)
-            dry_run(plan, begins, run, watch=watch)
+            dry_passes(plan, begins, run, watch=watch)
     results, others = found[True] - rows, found[False] - found[True] - rows
     parts = {
         "parameters": sum(v.bytes for v in (*graph.parameters.values(), *graph.constants)),
