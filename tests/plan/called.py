@@ -195,8 +195,10 @@ masks = """
     attention(q, k, v, seen_by_query)
     attention(q, k, v, seen_by_head)
     attention(q, k, v, seen[:, None, None].float())
-    attention(q, k, v, dropout_p=0.5) -> dropout_p=0.5
+    attention(q, k, v, dropout_p=0.5, enable_gqa=True) -> dropout_p=0.5
     attention(q, k, v, is_causal=True)
+    attention(q, k, v, dropout_p=1e-12)  attention(q, k, v, None, 1e-12, True, scale=0.3)
+    attention(q, k, v, seen_by_query, 1e-12)  attention(q, k, v, seen_by_query.float(), 1e-12)
     attention(q, k[:, :1], v[:, :1], enable_gqa=True)
     attention(q, k, v[..., :2])
 """
@@ -206,6 +208,8 @@ self_attention = "net(x, x, x, need_weights=False)[0]  net(x, x, x)[0]  net(x, x
 for code, refused in of_code(self_attention).items():
     call, layer = eval(f"lambda x, net: {code}"), nn.MultiheadAttention(8, 2, batch_first=True)
     CASES[f"MultiheadAttention, {code}"] = Case(call, (numbers(*ROW),), (), layer, refused)
+    layer, name = nn.MultiheadAttention(8, 2, batch_first=True, dropout=1e-12), f"dropping, {code}"
+    CASES[f"MultiheadAttention, {name}"] = Case(call, (numbers(*ROW),), (), layer, refused)
 
 # --- resampling and padding -----------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from diffusion import accelerate
+from diffusion.plan.build import plan
 from diffusion.plan.graph import PlanError
+from diffusion.plan.record.without_gpu import cuda_autocast
 from tests.diffusion.diffusers_models import theirs
 from tests.end_to_end.run import run
 from tests.kernels import chips
@@ -24,6 +26,7 @@ from tests.plan.networks import NAMES, network
 from tests.plan.on_a_gpu import LOW
 from tests.plan.two_processes import images, small
 from triton_kernels.registry.chips import CHIPS
+from triton_kernels.runtime.device import standing_for
 from triton_kernels.runtime.launch_recorder import rehearsal
 
 BUDGET = 1e-4  # of float32, relative
@@ -378,6 +381,35 @@ def test_dropout_of_pytorch(layer):
     assert torch.allclose(grad, 2.0 * kept.sum((0, 2, 3)))
     assert not torch.equal(fast(x), y)  # drawn anew
     torch.testing.assert_close(fast.eval()(x), net(x))  # dropped nothing
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_attention_that_drops(weights):
+    """Of one key, whose weight is 0 or 2, and is returned so: under a GPU's autocast, too, as the
+    page of a plan has it."""
+
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.of = nn.MultiheadAttention(4, 4, dropout=0.5, bias=False, batch_first=True)
+
+        def forward(self, x, key):
+            y, kept = self.of(x, key, key, need_weights=weights, average_attn_weights=False)
+            return y, kept
+
+    net, x, key = Attends(), torch.randn(3, 5, 4), torch.ones(3, 1, 4, requires_grad=True)
+    with torch.no_grad():
+        net.of.in_proj_weight[8:], net.of.out_proj.weight[:] = torch.eye(4), torch.eye(4)
+    y, kept = accelerate(net.train())(x, key)
+    assert set(y.unique().tolist()) == {0.0, 2.0}
+    if weights:
+        assert torch.equal(kept[..., 0], y.mT)
+    (grad,) = torch.autograd.grad(y.sum(), key)
+    torch.testing.assert_close(grad[:, 0], y.sum(1))
+    torch.testing.assert_close(accelerate(net.eval())(x, key)[0], net(x, key)[0])
+    with standing_for(chips.HOPPER), cuda_autocast(torch.bfloat16):
+        made = plan(net.train(), (x, key), {}, trains=True)
+    assert made.graph.count()["dropout"] == 2  # and its gradient
 
 
 def test_refusals_say_why():

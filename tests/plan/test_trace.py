@@ -226,8 +226,8 @@ REFUSED = {
     "a draw that writes": (lambda net, x: F.rrelu(x, training=True), "rrelu"),
     "an op that reads memory": (lambda net, x: x.as_strided((2, 2), (1, 8)), "as_strided"),
     "a layer's op": (lambda net, x: net.recurrent(x[0])[0], "lstm"),
-    "attention that drops": (
-        lambda net, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5),
+    "attention of groups that drops": (
+        lambda net, x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, enable_gqa=True),
         "scaled_dot_product_attention with dropout_p=0.5",
     ),
 }

@@ -260,7 +260,7 @@ def _multi_head_attention(a: SimpleNamespace) -> tuple[Tensor, Tensor | None]:
     more = a.bias_k, a.bias_v, a.static_k, a.static_v
     if any(x is not None for x in more) or len(kinds) == 2 or a.add_zero_attn:
         return NotImplemented
-    if (a.need_weights and masks) or (a.training and a.dropout_p > 0) or a.query.ndim != 3:
+    if (a.need_weights and masks) or a.query.ndim != 3:
         return NotImplemented
     separate = a.q_proj_weight, a.k_proj_weight, a.v_proj_weight
     weights = separate if a.use_separate_proj_weight else a.in_proj_weight.chunk(3)
@@ -279,9 +279,46 @@ def _multi_head_attention(a: SimpleNamespace) -> tuple[Tensor, Tensor | None]:
         mask = ~(masks[0] | masks[-1])
     elif masks:
         mask = masks[0] if len(masks) == 1 else masks[0] + masks[1]
-    o = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
-    y = F.linear(o, a.out_proj_weight, a.out_proj_bias).transpose(0, 1)
-    if not a.need_weights:
-        return y, None
-    weights = (q * q.shape[-1] ** -0.5 @ k.mT).softmax(-1)
-    return y, weights.mean(1) if a.average_attn_weights else weights
+    dropped = a.dropout_p if a.training else 0.0
+    weights = _weights(q, k, dropped=dropped) if a.need_weights else None
+    if dropped and a.need_weights:  # which are those of the result
+        o = weights @ v
+    else:
+        o = F.scaled_dot_product_attention(q, k, v, mask, dropped)
+    y = F.linear(o.transpose(1, 2).flatten(2), a.out_proj_weight, a.out_proj_bias).transpose(0, 1)
+    if weights is not None and a.average_attn_weights:
+        weights = weights.mean(1)
+    return y, weights
+
+
+def _weights(
+    q: Tensor, k: Tensor, mask: Tensor | None = None, scale: float | None = None, dropped: float = 0
+) -> Tensor:
+    """dropout(softmax(scale q k^T)) of what a mask leaves, or with one that is added."""
+    scores = q * (q.shape[-1] ** -0.5 if scale is None else scale) @ k.mT
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    elif mask is not None:
+        scores = scores + mask
+    return F.dropout(scores.softmax(-1), dropped, training=dropped > 0)
+
+
+@instead_of(F.scaled_dot_product_attention)
+def _attention_that_drops(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """No kernel drops weights within."""
+    if not dropout_p or enable_gqa:
+        return NotImplemented
+    if is_causal:
+        seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device)
+        attn_mask = seen.tril()
+    return _weights(query, key, attn_mask, scale, dropout_p) @ value
