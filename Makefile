@@ -35,7 +35,7 @@ demo: $(VENV)/.installed ## train on drawn elephants at a small size and draw sa
 	$(BIN)/python train.py experiment=demo run_dir=runs/demo
 	$(BIN)/python sample.py ckpt=runs/demo n=36 out=runs/demo/elephants.png
 
-test: $(VENV)/.installed-test ## run every test, three cases of each (ten minutes on two cores)
+test: $(VENV)/.installed-test ## run the test-suite, three cases of each test (ten minutes on two cores)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --few 3
 
 test-all: $(VENV)/.installed-test ## run every case of every test, but for the slow ones

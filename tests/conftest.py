@@ -32,6 +32,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "long: --few leaves it out; make test-all runs it")
     config.addinivalue_line("markers", "slow: takes long; make test-slow runs it")
     config.addinivalue_line(
         "markers", "one_of(what): --few runs one case of those with the same what"
@@ -57,10 +58,12 @@ def pytest_collection_modifyitems(config, items):
 
 
 def few_of(items, n):
-    """At most n cases of each test, evenly spread, and one of those marked `one_of` the same; in
-    their order."""
+    """At most n cases of each test that is not `long`, evenly spread, and one of those marked
+    `one_of` the same; in their order."""
     cases = {}
     for item in items:
+        if item.get_closest_marker("long"):
+            continue
         mark = item.get_closest_marker("one_of")
         key = item.nodeid.partition("[")[0], mark and mark.args
         cases.setdefault(key, []).append(item)

@@ -8,11 +8,11 @@ from .conftest import few_of
 
 
 class _Case:
-    def __init__(self, name: str, of: str = "") -> None:
-        self.nodeid, self.of = f"tests/test_x.py::{name}", of
+    def __init__(self, name: str, **marks: str) -> None:
+        self.nodeid, self.marks = f"tests/test_x.py::{name}", marks
 
     def get_closest_marker(self, name: str) -> SimpleNamespace | None:
-        return SimpleNamespace(args=(self.of,)) if name == "one_of" and self.of else None
+        return SimpleNamespace(args=(self.marks[name],)) if name in self.marks else None
 
 
 @pytest.mark.parametrize(
@@ -24,5 +24,10 @@ def test_few_cases_are_spread(count, wanted):
 
 
 def test_one_of_those_that_are_alike():
-    kernels = [_Case(f"test_compiles[{k} {i}]", of=k) for k in "abcde" for i in range(3)]
+    kernels = [_Case(f"test_compiles[{k} {i}]", one_of=k) for k in "abcde" for i in range(3)]
     assert few_of(kernels, 2) == kernels[::3]
+
+
+def test_long_ones_are_left_out():
+    short = [_Case(f"test_short[{i}]") for i in range(2)]
+    assert few_of([_Case("test_long", long=""), *short], 3) == short

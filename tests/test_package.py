@@ -112,6 +112,7 @@ def test_the_command_lists_its_commands(command, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_train_and_sample_outside_of_the_checkout(command, tmp_path):
     code, _, err = command("train", *TINY, "train.steps=2", "run_dir=run", cwd=tmp_path)
     assert code == 0, err

@@ -380,6 +380,7 @@ def test_names_are_taken_once():
         diffusion.register_dataset("mine")(lambda: None)
 
 
+@pytest.mark.long
 def test_the_example_with_captions(tmp_path):
     code, _, err = run("examples/captions.py", "8", cwd=tmp_path)
     assert code == 0, err
@@ -420,6 +421,7 @@ class CLIPTextModel(torch.nn.Module, Loaded):
 """
 
 
+@pytest.mark.long
 def test_the_example_that_encodes_captions(tmp_path, monkeypatch):
     """With a stand-in for the package, whose vectors are the lengths of words."""
     (tmp_path / "transformers.py").write_text(TRANSFORMERS)

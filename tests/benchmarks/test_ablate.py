@@ -15,6 +15,7 @@ def said_of(*settings):
     return out.splitlines()
 
 
+@pytest.mark.long
 def test_a_kernel_that_is_left_out_is_not_launched():
     names = "denoise_loss,conv_few/one_row,conv_few/conv_forward,one_row+early_parts"
     every, loss, rows, forward, both = said_of(
@@ -30,6 +31,7 @@ def test_a_kernel_that_is_left_out_is_not_launched():
         assert name in with_both and name not in without
 
 
+@pytest.mark.long
 def test_a_row_of_the_fuse_table_that_is_left_out_changes_the_launches():
     names = "k and v are one,gradient of 1x1 skips in dx+sums in the epilogue"
     every, qkv, kv, two = said_of("model=unet_tiny", f"rows={names}")

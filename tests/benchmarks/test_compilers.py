@@ -66,6 +66,7 @@ def test_what_compiles_too_long_is_given_up():
     assert process.returncode < 0
 
 
+@pytest.mark.long
 def test_kernels_are_compiled_beforehand():
     """Those of every benchmark that says so, by a process without a GPU."""
     code, out, err = run("-m", "tests.benchmarks.compiled_kernels")

@@ -139,6 +139,7 @@ print(len(launches))
 """
 
 
+@pytest.mark.long
 def test_what_compiles_ahead_knows_the_launches():
     """In a new process, which has recorded nothing yet, with Triton's compiler."""
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}

@@ -147,6 +147,7 @@ def test_diffusers(run, tmp_path, capsys):
     export({"ckpt": str(run), "format": "diffusers", "out": str(out), "overwrite": True})
 
 
+@pytest.mark.long
 def test_a_policy_by_torch_export(tmp_path, capsys):
     """With all that a robot needs to know beside the network."""
     run = policy_checkpoint(tmp_path / "run")
@@ -168,6 +169,7 @@ def test_a_policy_by_torch_export(tmp_path, capsys):
         export({"ckpt": str(run), "format": "diffusers", "out": str(tmp_path / "a")})
 
 
+@pytest.mark.long
 @needs_onnx
 def test_onnx(tmp_path, capsys):
     """Of a model with classes, whose labels are an input."""
@@ -262,6 +264,7 @@ def test_a_full_disk_is_one_line(tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.long
 def test_a_fresh_network_is_compared_with_weights_that_tell(tmp_path, monkeypatch, capsys):
     """Its last layer is zero, and so is what any graph of it gives."""
     run = checkpoint(tmp_path / "run", (4, 8), fresh=True, **ONE_LEVEL).parent.parent

@@ -314,6 +314,7 @@ def test_flows_of_diffusers_that_are_none_here(run, tmp_path, option):
         load_trained(out, CPU)
 
 
+@pytest.mark.long
 def test_an_exported_program_says_the_times(tmp_path):
     out, shifted = tmp_path / "denoiser.pt2", FLOW | {"shift": 2.0}
     run = checkpoint(tmp_path / "run", diffusion=shifted, **test_export.ONE_LEVEL)

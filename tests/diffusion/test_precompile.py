@@ -23,6 +23,7 @@ CUDA = torch.device("cuda", 0)
 HOPPER = Device(tma=True, num_sms=132, shared_memory=232_448, hopper=True, arch=90)
 
 
+@pytest.mark.long
 def test_a_rehearsal():
     """A step and a chain, as for a GPU, where there is none; with no time for their products."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

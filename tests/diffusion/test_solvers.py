@@ -308,6 +308,7 @@ def test_errors_name_the_value(options, message):
         make_sampler(make_schedule("linear", 100), TORCH_FP32, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_a_few_steps_of_a_solver_are_worth_more_of_ddim(name):
     """With the spacing each has by itself, on a mixture of narrow Gaussians, where every chain has

@@ -62,6 +62,7 @@ def trained(rollouts, tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.long
 def test_it_learns_and_says_how_well(trained):
     scores = rows(trained / "scores.csv")
     assert [row["step"] for row in scores] == ["20", "40", "60"]

@@ -34,6 +34,7 @@ def needed(launcher):
         pytest.importorskip(f"hydra_plugins.hydra_{launcher}_launcher")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_job_that_fails_is_one_row(tmp_path, monkeypatch, launcher):
     """By what it was told or by what it computes, whatever runs the jobs: the other is done, the
@@ -105,6 +106,7 @@ def test_more_steps_are_the_same_jobs(tmp_path):
     assert out.count("after step 1") == 2 and len(jobs(tmp_path / "sweep")) == 2
 
 
+@pytest.mark.long
 def test_a_search_goes_on(tmp_path):
     """Optuna's: what is done is not done again, and what failed does not end it."""
     pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
@@ -132,6 +134,7 @@ def test_a_search_goes_on(tmp_path):
     assert said == f"best of {len(losses)} jobs: {min(losses):.6g}, {sweep / least}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL]
 )
@@ -159,6 +162,7 @@ def test_a_search_that_was_interrupted_goes_on(tmp_path, number):
     assert out.count("done already, after 40 steps,") == out.count("resuming from") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tried", ["interval(-2,-1)", "interval(1e38,2e38)"])
 def test_a_search_of_which_all_fails(tmp_path, tried):
     """By a wrong setting, or because they diverge."""
@@ -168,6 +172,7 @@ def test_a_search_of_which_all_fails(tmp_path, tried):
     assert code == 2 and "error: 2 of the sweep's jobs failed" in err.splitlines()[-1], err
 
 
+@pytest.mark.long
 def test_jobs_of_joblib_save_before_they_stop(tmp_path):
     """And the same command goes on with them."""
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")

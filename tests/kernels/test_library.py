@@ -311,6 +311,7 @@ def test_network_is_one_graph(device):
     assert all(torch.equal(a, b) for a, b in zip(compiled, eager, strict=True))
 
 
+@pytest.mark.long
 def test_network_of_any_batch(device):
     """One graph serves several sizes of the batch, be they larger than the channels."""
     net, _ = _network(device)
@@ -325,6 +326,7 @@ def test_network_of_any_batch(device):
     assert counter.frame_count == 1
 
 
+@pytest.mark.long
 @needs_compiler
 def test_two_ops_through_inductor(device):
     norm = GroupNorm(2, 8, activation="silu", device=device)

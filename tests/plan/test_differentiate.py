@@ -156,6 +156,7 @@ def test_networks(name):
     assert not unused
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(networks())
 def test_random_networks(drawn):

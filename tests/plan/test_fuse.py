@@ -87,6 +87,7 @@ def test_networks_with_products_on_small_images(name, products_on_small_images):
     assert agree(in_float64(module), args, kwargs) < BUDGET
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(networks())
 def test_random_networks(drawn):

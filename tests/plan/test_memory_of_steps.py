@@ -45,6 +45,7 @@ def steps():
     return json.loads(out)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", range(len(STEPS)))
 def test_the_page_counts_all_of_a_step(steps, number):
     """With data, noise, loss and update, which the page does not run. Each kind is counted."""

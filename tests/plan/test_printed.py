@@ -127,6 +127,7 @@ def test_a_network_of_ones_own():
     assert model.state_dict()["input_blocks.0.0.weight"].shape[:2] == (24, 5)
 
 
+@pytest.mark.long
 def test_random_networks_have_launches():
     """On GPUs that are not here, in every precision: launchers get what their kernels have."""
     code, out, err = run("-m", "tests.plan.pages_of_networks")

@@ -110,6 +110,7 @@ def test_sequences_by_the_kernels_and_by_pytorch(context_run):
     check_same(models, outputs)
 
 
+@pytest.mark.long
 def test_a_run_with_sequences_is_evaluated_and_exported(context_run, tmp_path, monkeypatch):
     row = evaluate({"ckpt": str(context_run), "metrics": ["loss"], "device": "cpu"})
     trained = rows(context_run / "held_out.csv")[-1]
