@@ -205,9 +205,12 @@ def sample(
     from .data.handed import as_array
     from .formats.trained import Trained
     from .plan.inference import sampling_network
+    from .runs.classes import choose_labels
     from .runs.conditioning import load_conditions
+    from .runs.draw_settings import SampleSettings
+    from .runs.drawn import choose_values
     from .runs.editing import edited_options, load_edit
-    from .runs.sampling import SampleSettings, choose_labels, choose_values, load_guide
+    from .runs.guiding import load_guide
     from .sampling.draw import draw
     from .settings import as_plain, check_count, check_keys, check_path, check_seed, typed
 

@@ -27,7 +27,9 @@ from ..settings import construct, shown
 from ..tracking.run_log import write_whole
 from ..training.held_out_loss import BANDS, HeldOutLoss
 from ..training.image_task import image_options
-from .sampling import DrawSettings, choose_labels, draw_share, guidance_shown
+from .classes import choose_labels
+from .draw_settings import DrawSettings, guidance_shown
+from .drawing import draw_share
 
 LOSS = "loss"  # the metric that draws nothing
 # beside the numbers stands what they depend on: FID changes with every one of these

@@ -46,8 +46,9 @@ from ..training.build_step import build_step
 from ..training.optimizer import Optimizer, OptimizerSettings
 from ..training.train_step import TrainStep
 from ..training.trainer import TrainSettings
+from .draw_settings import DrawSettings
+from .drawing import rehearse_drawing
 from .rollout import RolloutSettings, rehearse_acting
-from .sampling import DrawSettings, rehearse_drawing
 
 _ENOUGH = 9 * 2**30  # bytes of samples; `Batches` keeps 8 on a device
 _HOST = torch.device("cpu")

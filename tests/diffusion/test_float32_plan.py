@@ -89,12 +89,14 @@ def test_float32_is_exact(name, device):
     assert max(found.values()) < MOST, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("options", "size"), [FILM, NEAREST], ids=["film", "nearest"])
 def test_without_a_tma_unit(options, size, no_tma, device):
     found = errors(options, size, device)
     assert max(found.values()) < MOST, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["film, dropout, attention, classes", "context, vector"])
 def test_attention_whose_gradient_has_no_kernel(name, device):
     """As of wide heads on small GPUs. Attention is PyTorch's then, forward and backward."""

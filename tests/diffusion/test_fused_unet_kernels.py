@@ -96,6 +96,7 @@ ONE_LEVEL = {"num_res_blocks": 1, "channel_mult": (1,), "attention_resolutions":
 TWO_LEVELS = {"num_res_blocks": 1, "channel_mult": (1, 1), "attention_resolutions": ()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "size"),
     [
@@ -147,6 +148,7 @@ def test_unet64_in_tf32(tf32, device):
     check({}, (64, 64), 8, torch.float32, device)
 
 
+@pytest.mark.long
 def test_small_model_without_a_tma_unit(no_tma, device):
     options = {"model_channels": 24, "num_groups": 8, "num_head_channels": 24}
     check(TWO_LEVELS | options, (6, 6), 1, torch.float16, device)

@@ -195,6 +195,7 @@ def test_folder_of_any_mode(tmp_path, mode, channels):
     assert np.load(out)["arr_0"].shape == (2, 8, 12, channels)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "classes", "channels"),
     [("mnist", 10, 1), ("fashion_mnist", 10, 1), ("cifar10", 10, 3)],

@@ -139,6 +139,7 @@ CASES = {name: (options, (8, 12)) for name, options in MODELS.items()}
 CASES["24 channels"] = ODD["24 channels"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_as_near_as_with_operands_rounded_in_place(name):
     """PyTorch rounds each operand as a product reads it."""
@@ -156,6 +157,7 @@ def test_operands_that_are_cut_off_give_worse_gradients():
     assert errors[0] > 1.3 * errors[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "size"),
     [

@@ -182,6 +182,7 @@ def test_numbers_beyond_reason(tmp_path, setting, words):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_numbers_beyond_reason_elsewhere(tmp_path):
     code, _, err = run("train.py", *TINY, "train.steps=1", f"run_dir={tmp_path}/run")
     assert code == 0, err
@@ -211,6 +212,7 @@ def test_help_into_a_pipe_that_is_closed(command):
     assert printed_into(command, "| true") == (0, "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["train.py --help", "-m triton_diffusion", "tools/report.py"])
 def test_output_into_a_full_disk(tmp_path, command):
     given = ""

@@ -29,6 +29,7 @@ def test_what_was_renamed_is_found_in_one_file():
     assert using == {"compat.py"}
 
 
+@pytest.mark.long
 def test_without_what_the_kernels_use_there_are_no_hopper_kernels():
     """As a Triton would be that has moved something; everything else works."""
     code = (
@@ -73,6 +74,7 @@ def test_an_assembler_that_somebody_chose_is_kept(tmp_path, monkeypatch):
     assert os.environ["TRITON_PTXAS_BLACKWELL_PATH"] == "/usr/bin/ptxas"
 
 
+@pytest.mark.long
 def test_views_begin_at_their_items():
     """In the machine code of whichever Triton is there: they did elsewhere with 3.9."""
     done = subprocess.run(

@@ -72,6 +72,7 @@ def test_as_layer_by_layer(name, caplog):
     assert not caplog.records and len(network.plans) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NETWORKS)
 def test_on_the_kernels(name, device):
     """In float32, beside the layers in float64."""

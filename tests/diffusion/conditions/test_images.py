@@ -184,6 +184,7 @@ def test_the_held_out_loss_is_that_of_training(image_run):
     )
 
 
+@pytest.mark.long
 def test_graphs_take_the_condition_as_an_input(image_run, tmp_path):
     out = tmp_path / "model.pt2"
     export({"ckpt": str(image_run), "format": "torch_export", "out": str(out)})
