@@ -208,9 +208,9 @@ def sample(
     from .runs.classes import choose_labels
     from .runs.conditioning import load_conditions
     from .runs.draw_settings import SampleSettings
-    from .runs.drawn import choose_values
     from .runs.editing import edited_options, load_edit
     from .runs.guiding import load_guide
+    from .runs.outputs import choose_values
     from .sampling.draw import draw
     from .settings import as_plain, check_count, check_keys, check_path, check_seed, typed
 

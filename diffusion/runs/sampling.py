@@ -23,7 +23,7 @@ from .classes import choose_labels
 from .conditioning import load_conditions
 from .draw_settings import SampleSettings
 from .drawing import Drawing, draw_all
-from .drawn import check_out, choose_values, default_out, is_folder, save
+from .outputs import check_out, choose_values, default_out, is_folder, save
 from .picture_folder import PictureFolder, digest_of
 
 

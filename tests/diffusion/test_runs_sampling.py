@@ -18,7 +18,7 @@ from diffusion.formats.checkpoint import read_state, save_checkpoint
 from diffusion.formats.trained import load_trained
 from diffusion.formats.weights import save_unet_cu
 from diffusion.models.flat_parameters import FlatParameters
-from diffusion.runs import drawn
+from diffusion.runs import outputs
 from diffusion.runs.picture_folder import PictureFolder
 from diffusion.runs.sampling import sample
 from diffusion.runtime import progress
@@ -356,7 +356,7 @@ def test_a_full_disk_keeps_the_older_picture(checkpoint, monkeypatch):
     def full(*_args, **_kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(drawn.np, "savez", full)
+    monkeypatch.setattr(outputs.np, "savez", full)
     with pytest.raises(ConfigError, match="npz cannot be written: No space left on device"):
         draw(checkpoint, seed=1)
     assert checkpoint.with_suffix(".npz").read_bytes() == before
