@@ -92,11 +92,11 @@ class Model(NamedTuple):
 
     def shape(self, batch: int) -> str:
         """Of a row: images, height, width, channels and the network's name."""
-        _, given = self.inputs(batch, torch.device("cpu"))
+        network, name = self.network, self.name.rpartition(":")[2]
+        _, given = network.inputs(batch, torch.device("cpu"))
         n, c, *size = max((x.shape for x in given if isinstance(x, Tensor)), key=len)
-        library, name = self.network.library, self.name.rpartition(":")[2]
         suffix = "" if self.memory_format == "channels_last" else f":{self.memory_format}"
-        return f"{'x'.join(map(str, (n, *size, c)))} {library}:{name}{suffix}"
+        return f"{'x'.join(map(str, (n, *size, c)))} {network.library}:{name}{suffix}"
 
 
 class Loss(nn.Module):

@@ -190,9 +190,9 @@ def _of_images(low: Lowering, args: Sequence[Any], options: dict[str, Any]) -> V
     last = (0, *range(2, len(x.dims)), 1)
     if tuple(memory_order(low.views.owned(x))) != last:
         return None
-    inputs, arguments, options = _call_of(low, (x.permute(last), *args[1:]), options)
     if len(low.meta.shape) != len(last):
         return None  # of an image no image, such as its channels' means
+    inputs, arguments, options = _call_of(low, (x.permute(last), *args[1:]), options)
     shape = [low.meta.shape[i] for i in last]
     target = _ChannelsLast(op, made.at)
     return in_order(left(low, inputs, arguments, shape, options, target), shape, last)

@@ -131,7 +131,7 @@ def _of_arguments(found: Recording) -> set[int]:
 
 
 def _of_a_call(found: Recording) -> set[int]:
-    """Ids of tensors that depend on these, on parameters or buffers."""
+    """Ids of tensors that depend on arguments, draws, parameters or buffers."""
     states = [*found.parameters.values(), *found.buffers.values()]
     return _of_arguments(found) | _made_of(found, states)
 
