@@ -16,7 +16,8 @@ FORWARD = {
     "mul": "a b, likewise",
     "affine": "scale x + offset, both numbers",
     "upsample": "each pixel becomes a block of `factor` pixels",
-    "fir": "channels filtered by `taps`: `up` with zeros between, `down`, zeros before: `start`",
+    "fir": "channels filtered by `taps`: `up` with zeros between, `down`, pixels before: `start`, "
+    "which are zeros or, `border`, mirrored ones, or folded: the gradient of these",
     "avg_pool": "means over blocks of `window` pixels; fused, their partials",
     "slice": "start to stop along an axis",
     "pad": "zeros before and behind, along each axis",

@@ -246,17 +246,22 @@ def _elementwise() -> None:
 
 
 def _fir() -> None:
-    """As NCSN++ has them, which halve and double images, and of images of one channel."""
-    row = (1.0, 3.0, 3.0, 1.0)
+    """As NCSN++ has them, which halve and double images, of images of one channel, and mirrored as
+    k-diffusion has them, with their gradients."""
+    row, fir = (1.0, 3.0, 3.0, 1.0), triton_kernels.fused_ops.fir
     taps = tuple(tuple(a * b / 64 for b in row) for a in row)
     for dtype in (torch.bfloat16, torch.float32):
         x, alone = (
             torch.empty(64, 32, 32, 128, dtype=dtype),
             torch.empty(8192, 35, 35, 1, dtype=dtype),
         )
-        triton_kernels.fused_ops.fir(x, taps, 1, 2, (1, 1), (16, 16))
-        triton_kernels.fused_ops.fir(x, taps, 2, 1, (2, 2), (64, 64))
-        triton_kernels.fused_ops.fir(alone, taps, 1, 1, (0, 0), (32, 32))
+        fir(x, taps, 1, 2, (1, 1), (16, 16))
+        fir(x, taps, 2, 1, (2, 2), (64, 64))
+        fir(alone, taps, 1, 1, (0, 0), (32, 32))
+        for border in ("reflect", "folded"):
+            fir(x, taps, 1, 2, (1, 1), (16, 16), border)
+            fir(x, taps, 2, 1, (2, 2), (64, 64), border)
+        fir(x, ((1.0,),), 1, 1, (1, 1), (34, 34), "reflect")
 
 
 def _reorder() -> None:

@@ -76,6 +76,65 @@ def test_the_adjoint(taps, up, down, start, end, device):
     torch.testing.assert_close((y * dy).sum(), (x * dx).sum(), rtol=1e-5, atol=1e-4)
 
 
+# taps, stride, pixels mirrored above, below, left and right, and pixels that a transposed
+# convolution leaves out; None: the most that can be mirrored, and an ordinary convolution
+MIRRORED = {
+    "halved": (SMOOTH, 2, (1, 1, 1, 1), None),
+    "filtered": (UNEVEN, 1, (1, 2, 0, 2), None),
+    "doubled": (SMOOTH, 2, (1, 1, 1, 1), 3),
+    "with others between": (UNEVEN, 3, (1, 2, 2, 0), 2),
+    "copied": (((1.0,),), 1, (2, 0, 1, 2), None),
+    "as far as it goes": (UNEVEN, 1, None, None),
+    "as far as it goes, doubled": (UNEVEN, 2, None, 2),
+}
+OF_NETWORKS = pytest.param((8, 64, 64, 320), marks=pytest.mark.gpu)
+MIRRORED_SHAPES = [(1, 5, 7, 3), (2, 4, 3, 1), (1, 3, 9, 260), OF_NETWORKS]
+
+
+def _by_pytorch(x, taps, stride, mirrored, left_out):
+    """The padded image's convolution [N, C, P, Q], and the options of `fir` for it."""
+    c, r, s = x.shape[1], len(taps), len(taps[0])
+    z = F.pad(x, (*mirrored[2:], *mirrored[:2]), mode="reflect")
+    filters = torch.tensor(taps).to(x).expand(c, 1, r, s)
+    start = mirrored[0], mirrored[2]
+    if left_out is None:
+        y = F.conv2d(z, filters, stride=stride, groups=c)
+        how = {"taps": taps, "up": 1, "down": stride, "start": start}
+    else:
+        y = F.conv_transpose2d(z, filters, stride=stride, padding=left_out, groups=c)
+        before = (n - 1 - left_out + stride * a for n, a in zip((r, s), start, strict=True))
+        turned = tuple(row[::-1] for row in taps[::-1])
+        how = {"taps": turned, "up": stride, "down": 1, "start": tuple(before)}
+    return y, how | {"border": "reflect"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", MIRRORED_SHAPES, ids=str)
+@pytest.mark.parametrize("name", MIRRORED)
+def test_mirrored(name, shape, dtype, device):
+    """And its gradient, of the reference in float64 and of the kernel."""
+    taps, stride, mirrored, left_out = MIRRORED[name]
+    if mirrored is None:
+        mirrored = shape[1] - 1, shape[1] - 1, shape[2] - 1, shape[2] - 1
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator).to(device, dtype)
+    images = x.double().permute(0, 3, 1, 2).requires_grad_()
+    y, how = _by_pytorch(images, taps, stride, mirrored, left_out)
+    dy = torch.randn(y.permute(0, 2, 3, 1).shape, generator=generator).to(device, dtype)
+    (dx,) = torch.autograd.grad(y, images, dy.double().permute(0, 3, 1, 2))
+    forward = how | {"size": y.shape[2:]}
+    backward = adjoint(**how) | {"size": shape[1:3]}
+    for given, options, expected in ((x, forward, y), (dy, backward, dx)):
+        expected = expected.detach().permute(0, 2, 3, 1)
+        torch.testing.assert_close(reference.fir(given.double(), **options), expected)
+        made = fused_ops.fir(given, **options)
+        assert made.dtype == dtype
+        summands = options | {"taps": tuple(tuple(map(abs, row)) for row in options["taps"])}
+        sums = reference.fir(given.double().abs(), **summands)  # are 16 times rounded to float32
+        allowed = torch.finfo(dtype).eps * expected.abs() + 16 * 2**-24 * sums
+        assert bool(((made.double() - expected).abs() <= allowed).all())
+
+
 def test_no_images(device):
     x = torch.zeros(0, 4, 4, 8, device=device)
     assert fused_ops.fir(x, SMOOTH, 1, 2, (1, 1), (2, 2)).shape == (0, 2, 2, 8)

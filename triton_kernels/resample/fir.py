@@ -7,6 +7,10 @@ diffusers and others halve and double images by it. Its adjoint is the same with
 exchanged, the filter turned round and R - 1 - top zeros above (S - 1 - left beside), so one kernel
 makes both passes. It is compiled for a filter: numbers are constants, zeros cost nothing. A program
 makes BLOCK_Q pixels of one row, of BLOCK_C channels; what its taps share it reads from the cache.
+
+Pixels around the image may be mirrored ones instead of zeros (`reflect`): row -a is row a, and row
+H - 1 + a is row H - 1 - a. The adjoint of that adds, to what each pixel gets, what those get where
+it is seen mirrored (`folded`). Of one tap, 1, it is the image with a mirrored border.
 """
 
 import triton
@@ -19,6 +23,64 @@ _TILE = 2048  # numbers of a program: 16 a thread of four warps
 _MOST_CHANNELS = 256
 MOST_TAPS = 64  # each is a load in the kernel's code
 Taps = tuple[tuple[float, ...], ...]  # R rows of S
+# what is around the image; of the gradient, where what falls there goes
+ADJOINT_BORDER = {"zeros": "zeros", "reflect": "folded", "folded": "reflect"}
+
+
+@triton.jit
+def _within(at, n):
+    """Of n pixels the one that is seen at this place, around them mirrored."""
+    at = tl.abs(at)
+    return tl.minimum(at, 2 * (n - 1) - at)
+
+
+@triton.jit
+def _seen_at(at, side, n):
+    """Where one of n pixels is seen: on side 0 itself, 1 before the first, 2 behind the last."""
+    return tl.where(side == 0, at, tl.where(side == 1, -at, 2 * (n - 1) - at))
+
+
+@triton.jit
+def _filtered(
+    x_ptr,  # [H, W, C]
+    p,
+    offs_q,  # [BLOCK_Q, 1]
+    offs_c,  # [1, BLOCK_C]
+    mask,
+    H,
+    W,
+    C,
+    top,
+    left,
+    TAPS: tl.constexpr,
+    R: tl.constexpr,
+    S: tl.constexpr,
+    UP: tl.constexpr,
+    DOWN: tl.constexpr,
+    REFLECT: tl.constexpr,
+):  # y[p, q]
+    acc = tl.zeros(mask.shape, tl.float32)
+    for i in tl.static_range(R):
+        y = p * DOWN + i - top  # in z
+        is_row = y % UP == 0
+        row = y // UP
+        if REFLECT:
+            row = _within(row, H)
+        else:
+            is_row &= (y >= 0) & (row < H)
+        for j in tl.static_range(S):
+            if TAPS[i * S + j] != 0:
+                x = offs_q * DOWN + j - left
+                is_seen = is_row & (x % UP == 0)
+                column = x // UP
+                if REFLECT:
+                    column = _within(column, W)
+                else:
+                    is_seen &= (x >= 0) & (column < W)
+                offs = (row * W + column) * C + offs_c
+                value = tl.load(x_ptr + offs, mask=mask & is_seen, other=0.0)
+                acc += value.to(tl.float32) * TAPS[i * S + j]
+    return acc
 
 
 @triton.jit
@@ -39,28 +101,41 @@ def _fir_kernel(
     S: tl.constexpr,
     UP: tl.constexpr,
     DOWN: tl.constexpr,
+    BORDER: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     await_inputs()
     pid = tl.program_id(0)
     offs_c = (pid % CB * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
-    offs_q = (pid // CB % QB * BLOCK_Q + tl.arange(0, BLOCK_Q))[:, None]
+    first = pid // CB % QB * BLOCK_Q
+    offs_q = (first + tl.arange(0, BLOCK_Q))[:, None]
     row = (pid // CB // QB).to(tl.int64)
     n, p = row // P, (row % P).to(tl.int32)
     mask = (offs_q < Q) & (offs_c < C)
     x_ptr += n * H * W * C
-    acc = tl.zeros((BLOCK_Q, BLOCK_C), tl.float32)
-    for i in tl.static_range(R):
-        y = p * DOWN + i - top  # in z
-        is_row = (y >= 0) & (y % UP == 0) & (y // UP < H)
-        for j in tl.static_range(S):
-            if TAPS[i * S + j] != 0:
-                x = offs_q * DOWN + j - left
-                seen = is_row & (x >= 0) & (x % UP == 0) & (x // UP < W)
-                offs = (y // UP * W + x // UP) * C + offs_c
-                value = tl.load(x_ptr + offs, mask=mask & seen, other=0.0)
-                acc += value.to(tl.float32) * TAPS[i * S + j]
+    if BORDER == "folded":
+        last = tl.minimum(first + BLOCK_Q, Q) - 1
+        acc = tl.zeros((BLOCK_Q, BLOCK_C), tl.float32)
+        for sides in range(9):
+            above, beside = sides // 3, sides % 3
+            at, places = _seen_at(p, above, P), _seen_at(offs_q, beside, Q)
+            ends = _seen_at(first, beside, Q), _seen_at(last, beside, Q)
+            low, high = tl.minimum(ends[0], ends[1]), tl.maximum(ends[0], ends[1])
+            # elsewhere no tap meets a pixel, which is so of most programs but on side 0
+            meets = (at * DOWN + R - 1 >= top) & (at * DOWN - top < H * UP)
+            meets &= (high * DOWN + S - 1 >= left) & (low * DOWN - left < W * UP)
+            if meets & ((above == 0) | (at != p)):
+                others = mask & ((beside == 0) | (places != offs_q))
+                acc += _filtered(
+                    x_ptr, at, places, offs_c, others, H, W, C, top, left,
+                    TAPS, R, S, UP, DOWN, False,
+                )  # fmt: skip
+    else:
+        acc = _filtered(
+            x_ptr, p, offs_q, offs_c, mask, H, W, C, top, left,
+            TAPS, R, S, UP, DOWN, BORDER == "reflect",
+        )  # fmt: skip
     y_ptr += row * Q * C
     tl.store(y_ptr + offs_q * C + offs_c, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -72,6 +147,7 @@ def fir(
     down: int,
     start: tuple[int, int],  # top, left: zeros above and left of the image
     size: tuple[int, int],  # P, Q; below and right are as many zeros as that needs
+    border: str = "zeros",  # or what is there instead: at most H - 1 rows, W - 1 columns
 ) -> Tensor:  # [N, P, Q, C]
     """x filtered, in float32, rounded once."""
     n, h, w, c = x.shape
@@ -86,15 +162,16 @@ def fir(
     _fir_kernel[(n * p * qb * cb,)](
         x, y, h, w, c, p, q, *start, qb, cb,
         TAPS=numbers, R=len(taps), S=len(taps[0]), UP=up, DOWN=down,
-        BLOCK_Q=block_q, BLOCK_C=block_c, **overlapping(x.device, n * h * w),
+        BORDER=border, BLOCK_Q=block_q, BLOCK_C=block_c, **overlapping(x.device, n * h * w),
     )  # fmt: skip
     return y
 
 
 def adjoint(
-    taps: Taps, up: int, down: int, start: tuple[int, int]
-) -> dict[str, Taps | int | tuple[int, int]]:
+    taps: Taps, up: int, down: int, start: tuple[int, int], border: str = "zeros"
+) -> dict[str, Taps | int | tuple[int, int] | str]:
     """The options of `fir` for its gradient."""
     turned = tuple(row[::-1] for row in taps[::-1])
     before = len(taps) - 1 - start[0], len(taps[0]) - 1 - start[1]
-    return {"taps": turned, "up": down, "down": up, "start": before}
+    how = {"taps": turned, "up": down, "down": up, "start": before}
+    return how | {"border": ADJOINT_BORDER[border]}
