@@ -110,3 +110,71 @@ def test_zeros_and_what_is_left_out_belong_to_the_filter(up, down, before, behin
     assert fir.attrs["start"] == (before, before) and "pad" not in graph.count()
     assert graph.count()["layout"] == 2, "of the input and the output"
     assert difference(module, x) < BUDGET
+
+
+class Mirrored(nn.Module):
+    """As k-diffusion and diffusers' K blocks resample: mirrored pixels around the image, and a
+    filter of all channels, which multiplies each channel alone."""
+
+    def __init__(self, pads, transposed=False, beside=0.0, **how) -> None:
+        super().__init__()
+        self.register_buffer("kernel", SMOOTH)
+        self.convs = nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(2))
+        self.pads, self.transposed, self.beside, self.how = pads, transposed, beside, how
+
+    def forward(self, x):
+        x = F.pad(self.convs[0](x), self.pads, "reflect")
+        weight = x.new_zeros(4, 4, *self.kernel.shape)
+        channels = torch.arange(4, device=x.device)
+        weight[channels, channels] = self.kernel.to(weight)[None].expand(4, -1, -1)
+        weight[0, 1] = self.beside
+        op = F.conv_transpose2d if self.transposed else F.conv2d
+        return self.convs[1](op(x, weight, **self.how))
+
+
+@pytest.mark.parametrize(
+    ("how", "start"),
+    [
+        ({"pads": (1, 1, 1, 1), "stride": 2}, (1, 1)),
+        ({"pads": (1, 1, 1, 1), "stride": 2, "padding": 3, "transposed": True}, (2, 2)),
+        ({"pads": (1, 1, 1, 1), "stride": 2, "padding": 2, "transposed": True}, (3, 3)),
+        ({"pads": (6, 1, 4, 2)}, (4, 6)),
+        ({"pads": (4, 6, 2, 1), "stride": 3, "padding": 5, "transposed": True}, (4, 10)),
+    ],
+)
+def test_mirrored_pixels_belong_to_the_filter(how, start):
+    module, x = Mirrored(**how), torch.randn(2, 4, 5, 7)
+    for dtype in torch.bfloat16, torch.float32:
+        graph = trace(module.to(dtype), (x.to(dtype),)).graph
+        assert graph.count() == {"layout": 2, "reshape": 2, "linear": 2, "fir": 1}
+        (fir,) = (node for node in graph.nodes if node.op == "fir")
+        assert (fir.attrs["start"], fir.attrs["border"]) == (start, "reflect")
+        assert fir.inputs["x"].shape == (2, 5, 7, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = trace(module, (x,)).graph
+    assert graph.count()["fir"] == 1 and not {"conv", "conv_dx", "arith"} & set(graph.count())
+    assert difference(module, x) < BUDGET
+
+
+def test_zeros_around_mirrored_pixels_do_not():
+    for how in {"padding": 1}, {"stride": 2, "padding": 1, "transposed": True}:
+        module, x = Mirrored((1, 1, 1, 1), **how), torch.randn(2, 4, 5, 7)
+        assert trace(module, (x,)).graph.count()["fir"] == 2
+        assert difference(module, x) < BUDGET
+
+
+def test_filters_of_several_channels_are_convolutions():
+    module, x = Mirrored((1, 1, 1, 1), beside=1.0), torch.randn(2, 4, 5, 7)
+    ops = trace(module, (x,)).graph.count()
+    assert (ops["conv"], ops["fir"]) == (1, 1) and difference(module, x) < BUDGET
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.ReflectionPad2d((1, 2, 0, 3)), nn.Conv2d(4, 6, 3, padding=2, padding_mode="reflect")],
+)
+def test_mirrored_pixels_of_other_layers_are_a_launch(layer):
+    module, x = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), layer), torch.randn(2, 3, 5, 7)
+    ops = trace(module, (x,)).graph.count()
+    assert (ops["fir"], ops["layout"]) == (1, 2) and "arith" not in ops
+    assert difference(module, x) < BUDGET

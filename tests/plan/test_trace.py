@@ -99,7 +99,7 @@ BY_PYTORCH = {
     "nearest, no whole number": nn.Upsample(scale_factor=1.5),
     "the largest": nn.MaxPool2d(2),
     "windows that overlap": nn.AvgPool2d(3, 2, 1),
-    "reflected": nn.ReflectionPad2d(1),
+    "replicated": nn.ReplicationPad2d(1),
     "transposed, dilated": nn.ConvTranspose2d(8, 8, 4, 2, 1, dilation=2),
     "dilated": nn.Conv2d(8, 8, 3, padding=2, dilation=2),
 }

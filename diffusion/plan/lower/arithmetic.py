@@ -151,7 +151,7 @@ def _of_each_element(low: Lowering, args: Sequence[Any], options: dict[str, Any]
 _OF_IMAGES = (
     *(f"upsample_{kind}" for kind in ("bicubic2d", "bilinear2d", "nearest2d", "trilinear3d")),
     *("_upsample_nearest_exact2d", "_adaptive_avg_pool2d", "avg_pool2d", "max_pool2d"),
-    *("reflection_pad2d", "replication_pad2d", "convolution", "_native_batch_norm_legit"),
+    *("replication_pad2d", "convolution", "_native_batch_norm_legit"),
 )
 
 

@@ -5,7 +5,7 @@ import math
 from ..views import Dim, Piece, View, in_order, whole
 from .arithmetic import arithmetic, two
 from .layers import linear_of
-from .resampled import resampled, to_tuple
+from .resampled import mirrored, resampled, to_tuple
 from .shapes import memory_order
 from .table import Lowering, lowers
 
@@ -13,7 +13,7 @@ from .table import Lowering, lowers
 @lowers("convolution")
 def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
     given = x, weight, bias, stride, padding, dilation, transposed, more, groups
-    if len(x.dims) == 4 and groups == x.shape[1] and (y := resampled(low, *given)) is not None:
+    if len(x.dims) == 4 and (y := resampled(low, *given)) is not None:
         return y
     if transposed and (y := _apart(low, *given)) is not None:
         return y
@@ -171,6 +171,15 @@ def _pad(low, x, amounts, value=0):
     shape = [n + sum(pad) for n, pad in zip(value.shape, pads, strict=True)]
     y = low.make("pad", {"x": value}, shape, value.dtype, pads=pads)
     return in_order(y, shape, order)
+
+
+@lowers("reflection_pad2d")
+def _mirrored(low, x, amounts):
+    if len(x.dims) != 4 or min(amounts) < 0 or not low.meta.dtype.is_floating_point:
+        return arithmetic(low, x, amounts)
+    left, _, top, _ = amounts
+    value = low.gather(x.permute((0, 2, 3, 1)))
+    return whole(mirrored(low, value, (top, left), low.meta.shape[2:])).permute((0, 3, 1, 2))
 
 
 def _pad_in_pieces(low: Lowering, x: View, pads: list[tuple[int, int]]) -> View | None:

@@ -1,10 +1,11 @@
 """Convolutions of each channel by itself, by known numbers that are the same for all: means of
 blocks, copies of pixels, and FIR filters (`triton_kernels.resample.fir`), with the zeros that other
-code puts between and around pixels before it.
+code puts between and around pixels before it, or the pixels that it mirrors there.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -15,13 +16,17 @@ from ..views import View, length, whole
 from .sources import source
 from .table import Lowering, each
 
+_COPY = {"taps": ((1.0,),), "up": 1, "down": 1, "border": "reflect"}  # with mirrored pixels around
+
 
 def resampled(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
     """Where it is one number for every pixel of a block, its mean, or transposed what each pixel
     becomes, times a number; else a FIR filter. None: it is something else."""
-    (c, one, r, s), (_, co, p, q) = weight.shape, low.meta.shape
+    (ci, per_group, r, s), (_, c, p, q) = weight.shape, low.meta.shape
     step, zeros = to_tuple(stride, 2), to_tuple(padding, 2)
-    if (one, c, co) != (1, groups, groups) or bias is not None or set(dilation) != {1}:
+    if (ci, per_group * groups) != (c, c) or groups not in (1, c):
+        return None
+    if bias is not None or set(dilation) != {1}:
         return None
     taps = _numbers(low, weight)
     if taps is None:
@@ -44,6 +49,7 @@ def resampled(low, x, weight, bias, stride, padding, dilation, transposed, more,
         else:
             value, up, start = _without_zeros(low, value, zeros)
         how = {"taps": taps, "up": up, "down": down, "start": start}
+        value, how = _without_mirrored(low, value, how, (p, q))
         y = whole(low.make("fir", {"x": low.cast(value, dtype)}, shape, dtype, **how))
     images, p, q, channels = y.dims
     return View(y.value, (images + channels, (), p, q) if c == 1 else (images, channels, p, q))
@@ -57,17 +63,19 @@ def to_tuple(given: int | Sequence[int], count: int) -> tuple[int, ...]:
 
 def _numbers(low: Lowering, weight: View) -> tuple[tuple[float, ...], ...] | None:
     """Those of the filter [R, S] that all channels have, as they are multiplied; None: they are not
-    known, or not the same."""
-    c, _, r, s = weight.shape
+    known, or not the same, or other channels are multiplied, too."""
+    c, per_group, r, s = weight.shape
     filters = source(weight, low.graph.producers())
     numbers = low.numbers(filters.value)
     if numbers is None:
         return None
     sizes, steps = ([piece[i] for piece in filters.pieces] for i in (0, 1))
-    numbers = numbers.contiguous().as_strided(sizes, steps, filters.offset).reshape(c, r, s)
-    if bool((numbers != numbers[:1]).any()):
+    numbers = numbers.contiguous().as_strided(sizes, steps, filters.offset)
+    numbers = numbers.reshape(c, per_group, r, s)
+    own = numbers[:, 0] if per_group == 1 else numbers.diagonal().movedim(-1, 0)
+    if numbers.count_nonzero() != own.count_nonzero() or bool((own != own[:1]).any()):
         return None
-    return tuple(map(tuple, numbers[0].to(low.meta.dtype).to(torch.float64).tolist()))
+    return tuple(map(tuple, own[0].to(low.meta.dtype).to(torch.float64).tolist()))
 
 
 def _apart(x: View) -> tuple[tuple, tuple]:
@@ -106,6 +114,32 @@ def _without_zeros(
             return image, up, start
         x = behind
     return value, 1, start
+
+
+def mirrored(low: Lowering, value: Value, start: tuple[int, int], size: tuple[int, int]) -> Value:
+    """The image [N, H, W, C] with pixels around it that are mirrored, `size` in all."""
+    (n, *_, c), how = value.shape, _COPY | {"start": start}
+    return low.make("fir", {"x": value}, (n, *size, c), value.dtype, **how)
+
+
+def _without_mirrored(
+    low: Lowering, value: Value, how: dict[str, Any], size: tuple[int, int]
+) -> tuple[Value, dict[str, Any]]:
+    """The image before pixels were mirrored around it, where the filter sees nothing else there,
+    and the filter's options for it."""
+    makers = low.graph.producers()
+    node = makers.get(value)
+    if node is not None and node.op == "cast" and value.dtype == low.meta.dtype:
+        node = makers.get(node.inputs["x"])
+    if node is None or node.op != "fir" or node.attrs != _COPY | {"start": node.attrs["start"]}:
+        return value, how
+    up, first, window = how["up"], how["start"], (len(how["taps"]), len(how["taps"][0]))
+    for n, before, p, taken in zip(node.out.shape[1:3], first, size, window, strict=True):
+        last = (p - 1) * how["down"] + taken - 1 - before
+        if before >= up or last >= n * up:  # zeros, too
+            return value, how
+    start = tuple(a + up * b for a, b in zip(first, node.attrs["start"], strict=True))
+    return node.inputs["x"], how | {"start": start, "border": "reflect"}
 
 
 def _between(pads: tuple[tuple[int, int], ...]) -> int | None:
