@@ -41,6 +41,12 @@ def _seen_at(at, side, n):
 
 
 @triton.jit
+def _to_next(at, UP: tl.constexpr):
+    """How far the next multiple of UP is."""
+    return (UP - at % UP) % UP
+
+
+@triton.jit
 def _filtered(
     x_ptr,  # [H, W, C]
     p,
@@ -59,27 +65,31 @@ def _filtered(
     DOWN: tl.constexpr,
     REFLECT: tl.constexpr,
 ):  # y[p, q]
+    # of every UP rows and columns of z one has pixels, which taps i0 + UP i and j0 + UP j meet
+    i0, j0 = _to_next(p * DOWN - top, UP), _to_next(offs_q * DOWN - left, UP)
+    first_row, first_column = (p * DOWN - top + i0) // UP, (offs_q * DOWN - left + j0) // UP
     acc = tl.zeros(mask.shape, tl.float32)
-    for i in tl.static_range(R):
-        y = p * DOWN + i - top  # in z
-        is_row = y % UP == 0
-        row = y // UP
+    for i in tl.static_range(R // UP):
+        row = first_row + i
+        is_row = (row >= 0) & (row < H)
         if REFLECT:
             row = _within(row, H)
-        else:
-            is_row &= (y >= 0) & (row < H)
-        for j in tl.static_range(S):
-            if TAPS[i * S + j] != 0:
-                x = offs_q * DOWN + j - left
-                is_seen = is_row & (x % UP == 0)
-                column = x // UP
+        for j in tl.static_range(S // UP):
+            if (UP > 1) | (TAPS[i * UP * S + j * UP] != 0):
+                tap, is_seen, column = TAPS[i * UP * S + j * UP], mask, first_column + j
+                if UP > 1:
+                    for u in tl.static_range(UP):
+                        for v in tl.static_range(UP):
+                            other = TAPS[(i * UP + u) * S + j * UP + v]
+                            tap = tl.where((i0 == u) & (j0 == v), other, tap)
+                    is_seen &= tap != 0
                 if REFLECT:
                     column = _within(column, W)
                 else:
-                    is_seen &= (x >= 0) & (column < W)
+                    is_seen &= is_row & (column >= 0) & (column < W)
                 offs = (row * W + column) * C + offs_c
-                value = tl.load(x_ptr + offs, mask=mask & is_seen, other=0.0)
-                acc += value.to(tl.float32) * TAPS[i * S + j]
+                value = tl.load(x_ptr + offs, mask=is_seen, other=0.0)
+                acc += value.to(tl.float32) * tap
     return acc
 
 
@@ -158,10 +168,12 @@ def fir(
     block_c = min(triton.next_power_of_2(c), _MOST_CHANNELS)
     block_q = min(triton.next_power_of_2(q), _TILE // block_c)
     qb, cb = triton.cdiv(q, block_q), triton.cdiv(c, block_c)
-    numbers = tuple(float(number) for row in taps for number in row)
+    r, s = (triton.cdiv(taken, up) * up for taken in (len(taps), len(taps[0])))  # with zeros behind
+    rows = (*taps, *[()] * (r - len(taps)))
+    numbers = tuple(float(tap) for row in rows for tap in (*row, *[0.0] * (s - len(row))))
     _fir_kernel[(n * p * qb * cb,)](
         x, y, h, w, c, p, q, *start, qb, cb,
-        TAPS=numbers, R=len(taps), S=len(taps[0]), UP=up, DOWN=down,
+        TAPS=numbers, R=r, S=s, UP=up, DOWN=down,
         BORDER=border, BLOCK_Q=block_q, BLOCK_C=block_c, **overlapping(x.device, n * h * w),
     )  # fmt: skip
     return y
