@@ -70,7 +70,7 @@ _BY_KERNEL = (
         r"(group|channel)_?norm|^_?norm_|^_segment_sums|^_skip_dx"
         r"|^_sum_parts_|^_join_kernel|RowwiseMoments|GammaBeta|ComputeInternalGradients|FusedParams",
     ),
-    ("resample", r"^_(gather|spread)_kernel|^_?resample|pool|upsample|interpolate"),
+    ("resample", r"^_(gather|spread|fir)_kernel|^_?resample|pool|upsample|interpolate"),
     (
         "elementwise",
         r"^_cast_kernel|^_pad_channels|^_sum_taps|^_sinusoids|^_begin_step|elementwise|CatArray|memcpy|memset|native::reduce_kernel",

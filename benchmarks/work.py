@@ -63,6 +63,7 @@ _FAMILIES = {
         "upsample",
         "upsample_grad",
         "resample_parts",
+        "fir",
     ),
     "elementwise": (
         *("pad_channels", "sinusoids", "begin_step", "upsampled_filters"),

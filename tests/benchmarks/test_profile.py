@@ -32,6 +32,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a G
         ("_q_sample_kernel", "", "denoise"),
         ("denoise_loss_fwd_kernel", "_DenoiseLoss", "denoise"),
         ("_spread_kernel", "_UpsampleNearest2d", "resample"),
+        ("_fir_kernel", "_Planned", "resample"),
         ("_cast_kernel", "_Conv2d", "elementwise"),
         ("void at::native::vectorized_elementwise_kernel<4, add>", "aten::add", "elementwise"),
         ("void at::native::CatArrayBatchedCopy<at::native::Opaque>", "aten::cat", "elementwise"),
@@ -134,7 +135,9 @@ def test_work_of_sampling():
         assert work.work_of("conv_norm", of_conv, {}, (y, partials, a)).flops == noted.flops
     with work.noted_work() as calls:
         fused_ops.avg_pool(torch.ones(1, 2, 2, 8))
-    assert [(call.family, call.bytes) for call in calls] == [("resample", 4 * 8 * 5)]
+        fused_ops.fir(torch.ones(1, 2, 2, 8), ((0.5, 0.5),), 1, 1, (0, 0), (2, 1))
+    resampled = [("resample", 4 * 8 * 5), ("resample", 4 * 8 * 6)]
+    assert [(call.family, call.bytes) for call in calls] == resampled
 
 
 @interpreted
