@@ -93,7 +93,10 @@ def holds_tensors(leaf: Any) -> bool:
 
 def state_of(x: Any) -> dict[str, Any]:
     """What an object has in attributes and in slots."""
+    return getattr(x, "__dict__", {}) | slots_of(x)
+
+
+def slots_of(x: Any) -> dict[str, Any]:
     slots = [getattr(kind, "__slots__", ()) for kind in type(x).__mro__]
     names = [n for given in slots for n in ((given,) if isinstance(given, str) else given)]
-    found = {n: getattr(x, n, None) for n in names if not n.startswith("__")}
-    return getattr(x, "__dict__", {}) | found
+    return {n: getattr(x, n) for n in names if not n.startswith("__") and hasattr(x, n)}

@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -348,10 +349,10 @@ def test_a_plan_is_made_of_what_the_module_does_on_a_gpu(function, low):
 
 def seen(module, run):
     """Types of what each part returns, in a run of the module."""
-    found = []
+    found = SimpleQueue()  # in which a recording leaves what a hook puts there
     hooks = [
         part.register_forward_hook(
-            lambda _, args, y, name=name: found.append((name, getattr(y, "dtype", None))) or y
+            lambda _, args, y, name=name: found.put((name, getattr(y, "dtype", None))) or y
         )
         for name, part in module.named_modules()
     ]
@@ -361,7 +362,7 @@ def seen(module, run):
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return [found.get() for _ in range(found.qsize())]
 
 
 @pytest.mark.parametrize("name", ["ours: classes", "diffusers: as diffusers trains", "norms"])

@@ -1,11 +1,10 @@
-"""What a forward pass leaves in the module's attributes, for its next call to read.
+"""What a forward pass leaves for its next call to read (`state`).
 
 A plan leaves nothing there. That is as well where a module shows others what it has computed, or
 keeps tables that it would make again. A module that reads what its last call has left computes
 something else in each call, which no plan does.
 """
 
-import copy
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -16,83 +15,60 @@ from torch import Tensor, nn
 from ..graph import PlanError
 from ..trees import holds_tensors, leaves, tensors_in
 from .draws import draws
-from .module import Attributes
 from .recording import Recording
-
-Key = tuple[int, str]  # the id of a part, and an attribute's name
-Left = dict[Key, Any]
-_NUMBERS = (bool, int, float, complex, str, tuple)  # which control flow may ask for
-_OWN = frozenset(vars(nn.Module())) - {"training"}  # PyTorch's attributes of every part
-
-
-def left_in(before: Attributes, inner: Callable[[Tensor], Tensor]) -> Left:
-    """Attributes that are not what they were, themselves or within, with tensors as the recording
-    has them."""
-    seen: dict[int, Any] = {}
-    return {
-        (id(part), name): _copied(x, inner, seen)
-        for part, were in before.parts
-        for name, x in vars(part).items()
-        if name not in _OWN and before.is_changed(x, were.get(name))
-    }
-
-
-def put_back(left: Left, module: nn.Module, shaped: Callable[[Tensor], Tensor]) -> dict:
-    """Attributes are what a recording has left in them, with other tensors of these shapes. Returns
-    these by their ids, each with the recording's."""
-    parts, seen, stand = {id(part): part for part in module.modules()}, {}, {}
-
-    def standing(x: Tensor) -> Tensor:
-        made = shaped(x)
-        stand[id(made)] = made, x
-        return made
-
-    for (at, name), x in left.items():
-        vars(parts[at])[name] = _copied(x, standing, seen)
-    return stand
+from .state import Change, Left, Place, tensors_left
 
 
 def refuse_kept(
-    found: Recording, read: Mapping[Key, nn.Module | None], again: Callable[[Left], Recording]
+    found: Recording,
+    read: Mapping[tuple[int, str], nn.Module | None],
+    again: Callable[[Left], Recording],
 ) -> None:
-    """PlanError: a forward pass that begins with what the recorded one has left in attributes, as
-    `again` records it, reads what that has made of its arguments or has drawn, or does something
-    else, and not only because it finds a table. Of attributes that are written before they are read
-    `read` says None."""
-    parts = {key: read[key] for key in found.left if read.get(key) is not None}
+    """PlanError, with the places, unless what is left is harmless. It is if a forward pass that
+    begins with it, as `again` records it, makes the same results in the same way, where a table
+    that it finds is what the first has made, and does not depend on arguments or draws. It also is
+    if that pass leaves it as it is, and it is about a table in a buffer.
+
+    Attributes that are written before they are read, of which `read` says None, are not looked at.
+    """
+    left = [x for x in found.left.values() if read.get(x.place[:2], 0) is not None]
+    if not left:
+        return
     depends = _of_arguments(found)
-    made = {key: _ids(found.left[key]) & depends for key in parts}
-    counts = {
-        key
-        for key, part in parts.items()
-        if not tensors_in(left := found.left[key])
-        or _numbers(left) != _numbers(vars(part).get(key[1]))
-    }
+    changed = {x.place for x in left}
     other = None
-    if parts:
-        with suppress(Exception):  # such as of a table's numbers, on which something depends
-            other = again(found.left)
+    with suppress(Exception):  # such as of a table's numbers, on which something depends
+        other = again(found.left)
     if other is None:
-        used = set().union(*made.values())
+        used = set().union(*(_ids(x.value) for x in left))
     else:
         given = [*(x for call in other.calls for x in call.given), *leaves(other.result)]
         used = {id(x) for _, x in (other.last[id(x)] for x in given if id(x) in other.last)}
-    for (at, name), tensors in made.items():
-        if tensors & used:
+    for x in found.left.values():
+        if _ids(x.value) & depends & used:
             raise PlanError(
-                f"{type(parts[at, name]).__name__} reads {name}, in which it has left what it made"
-                " of its last arguments or has drawn; a plan keeps nothing from call to call: give"
-                " it as an argument, or keep nothing"
+                f"{x.place.of} reads {x.place.name}, in which it has left what it made of its last"
+                " arguments or has drawn; a plan keeps nothing from call to call: give it as an"
+                " argument, or keep nothing"
             )
-    if other is None or not counts or _said(other) == _said(found):
+    if other is None:
+        settled = any(_ids(x.value) for x in found.left.values())
+    elif not any(map(_is_another_part, left)) and _say_the_same(found, other):
         return
-    settled = not counts & set(other.left)  # as the length of a table does
-    if not settled or not all(_keeps_tables(parts[key], found, depends) for key in counts):
-        names = " and ".join(name for _, name in sorted(counts, key=lambda key: key[1]))
+    else:  # as the length of a table is
+        settled = not changed & {x.place for x in other.left.values()}
+        settled = settled and all(_keeps_tables(x, read, found, depends) for x in changed)
+    if not settled:
+        names = " and ".join(sorted(map(str, changed)))
         raise PlanError(
             f"the module does something else in its next call, for it changes {names}; a plan"
             " keeps nothing from call to call"
         )
+
+
+def _is_another_part(x: Change) -> bool:
+    """In the place of one, whose parameters the recordings of both calls name alike."""
+    return isinstance(x.was, nn.Module) and isinstance(x.value, nn.Module)
 
 
 def refuse_shown(found: Recording) -> None:
@@ -116,11 +92,12 @@ def refuse_shown(found: Recording) -> None:
         )
 
 
-def _keeps_tables(part: nn.Module, found: Recording, depends: set[int]) -> bool:
-    """Whether it leaves tensors, and none that depends on the numbers of arguments."""
-    own = part._parameters | part._buffers
-    tables = [x for (at, _), left in found.left.items() if at == id(part) for x in tensors_in(left)]
-    tables += [x for name, x in found.written.items() if name.rpartition(".")[2] in own]
+def _keeps_tables(place: Place, read: Mapping, found: Recording, depends: set[int]) -> bool:
+    """Whether it is of a part that writes to buffers, and nothing that depends on the numbers of
+    arguments."""
+    part = read.get(place[:2])
+    own = part._parameters | part._buffers if part is not None else {}
+    tables = [x for name, x in found.written.items() if name.rpartition(".")[2] in own]
     return bool(tables) and not any(id(x) in depends for x in tables)
 
 
@@ -152,35 +129,41 @@ def _made_by(x: Tensor, found: Recording) -> int:
 
 
 def _ids(tree: Any) -> set[int]:
-    return set(map(id, tensors_in(tree)))
+    return set(map(id, tensors_left(tree)))
 
 
-def _numbers(tree: Any) -> list:
-    return [x for x in leaves(tree) if isinstance(x, _NUMBERS)]
+def _say_the_same(found: Recording, other: Recording) -> bool:
+    """Whether both make the same results, and the same of buffers: of the same tensors, of which
+    the other begins with some that the first has made."""
+    known: dict[tuple, int] = {}
+    names = _names(found, known, {})
+    begun = {i: names.get(id(x)) for i, (_, x) in other.last.items()}
+    return _said(found, names) == _said(other, _names(other, known, begun))
 
 
-def _copied(x: Any, of_tensor: Callable[[Tensor], Tensor], seen: dict[int, Any]) -> Any:
-    """A copy of an attribute, with other tensors: of its dicts, lists and tuples. What is there
-    twice is so in the copy."""
-    if id(x) in seen:
-        return seen[id(x)]
-    if isinstance(x, Tensor):
-        y = of_tensor(x)
-    elif type(x) is tuple:
-        y = tuple(_copied(z, of_tensor, seen) for z in x)
-    elif isinstance(x, dict | list):
-        y = seen[id(x)] = copy.copy(x)  # which may be in itself
-        for key, z in list(y.items() if isinstance(y, dict) else enumerate(y)):
-            y[key] = _copied(z, of_tensor, seen)
-    else:
-        return x
-    seen[id(x)] = y
-    return y
+def _said(found: Recording, names: dict[int, Any]) -> list:
+    made = [*leaves(found.result), *found.written, *found.written.values()]
+    drawn = sum(draws(call.target) for call in found.calls)
+    return [drawn, *(names.get(id(x)) if isinstance(x, Tensor) else repr(x) for x in made)]
 
 
-def _said(found: Recording) -> list:
-    """All calls, with what is no tensor among their arguments; and numbers that come with none."""
-    calls = (
-        (call.target, [x for x in call.given if not isinstance(x, Tensor)]) for call in found.calls
-    )
-    return [*calls, *(x.tolist() for _, x in found.constants)]
+def _names(found: Recording, known: dict[tuple, int], names: dict[int, Any]) -> dict[int, Any]:
+    """Of its tensors by their ids: two that are made in the same way have one."""
+
+    def name(x: Tensor, *made: Any) -> None:
+        names[id(x)] = known.setdefault(made, len(known))
+
+    for i, x in enumerate(found.inputs):
+        name(x, "input", i)
+    for state, x in (found.parameters | found.buffers).items():
+        name(x, state)
+    for x, constant in found.constants:
+        name(x, constant.dtype, repr(constant.tolist()))
+    drawn = 0
+    for call in found.calls:
+        drawn += draws(call.target)
+        given = (names.get(id(x)) if isinstance(x, Tensor) else repr(x) for x in call.given)
+        of = call.target.overloadpacket, call.target._overloadname, *given
+        for i, x in enumerate(call.results):
+            name(x, *of, i, draws(call.target) and drawn)
+    return names

@@ -20,14 +20,11 @@ from triton_kernels.runtime.device import is_rehearsal
 
 from ..graph import PlanError
 from ..trees import flatten
-from .beside import modules_kept
 from .composites import without_hints
 from .draws import refused, states
 from .functions import ByDevice, Functions, casts
-from .kept import Left, left_in, put_back, refuse_shown
+from .kept import refuse_shown
 from .module import (
-    Attributes,
-    attributes_kept,
     places_of,
     refuse_changes,
     refuse_parts,
@@ -37,6 +34,7 @@ from .module import (
 from .notes import Notes, Shapes
 from .own_functions import noted_by
 from .recording import Recording
+from .state import Left, State
 from .without_gpu import as_with_gpu, tensor_there
 
 
@@ -49,8 +47,8 @@ def record(
 ) -> Recording:
     """What module(*args, **kwargs) calls, or a function of the module in its place. Tensors of the
     recording are on the `meta` device; under autocast, also of the module's own, they say that they
-    are on that of the arguments, on which its casts depend. What the module keeps of the call in
-    its attributes is forgotten; these begin with what another recording has `left` in them.
+    are on that of the arguments, on which its casts depend. What the module keeps of the call
+    (`state`) is forgotten; it begins with what another recording has `left`.
 
     PlanError: the forward pass writes to a parameter or an argument, depends on numbers
     that are not known before, asks which tensors have gradients, or has gradients of its own: of
@@ -93,8 +91,7 @@ def _record(
     differentiable = torch.is_grad_enabled()
     refuse_parts(module)
     with ExitStack() as stack:
-        attributes = stack.enter_context(attributes_kept(module))
-        beside = stack.enter_context(modules_kept(module))
+        state = stack.enter_context(State(module))
         refuse_silent_hooks(module)
         # in inference mode PyTorch takes nothing apart, and writes in place
         stack.enter_context(torch.inference_mode(False))
@@ -112,7 +109,7 @@ def _record(
         found = Recording(inputs, *states, differentiable)
         notes, places = Notes(module, found, shapes), places_of(module)
         if left:
-            found.last, attributes = put_back(left, module, shapes.of), Attributes(module)
+            found.last, state = state.begin(left, shapes.of), State(module)
         made, result_spec = [], None
 
         def run(given: dict[int, Tensor], states: dict[str, Tensor]) -> dict[int, Tensor]:
@@ -130,8 +127,7 @@ def _record(
                 nullcontext() if draws else refused(notes.lines.of),
             ):
                 result = forward(*args, **kwargs)
-            found.left = left_in(attributes, functions.inner)
-            found.beside = [functions.inner(x) for x in beside()]
+            found.left, found.beside = state.changes(functions.inner)
             found.made = functions.forget()
             refuse_replaced(before, states)  # in which the call leaves what is there behind it
             refuse_changes(leaves, spec, (args, kwargs))

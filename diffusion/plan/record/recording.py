@@ -8,6 +8,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from .state import Left
+
 
 @dataclass
 class Call:
@@ -46,11 +48,10 @@ class Recording:
     # parameters and buffers that are written to, and what they are behind it
     written: dict[str, Tensor] = field(default_factory=dict)
     rewritten: dict[int, str] = field(default_factory=dict)  # by id, what parameters become
-    # attributes that are others behind it, by their part's id and name
-    left: dict[tuple[int, str], Any] = field(default_factory=dict)
+    left: Left = field(default_factory=dict)  # what is another behind it
     # tensors in place of those that another recording has left, by their ids, with these
     last: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    beside: list[Tensor] = field(default_factory=list)  # in variables, dicts and lists of files
+    beside: list[Tensor] = field(default_factory=list)  # what is left, but for attributes
     # what Python was given, and how many calls there were then
     made: list[tuple[ref[Tensor], int]] = field(default_factory=list)
     result: Any = None
