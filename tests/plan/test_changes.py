@@ -369,6 +369,32 @@ def test_a_hook_that_keeps_what_it_gets_is_refused(nets):
     assert fast(x) is kept[0]
 
 
+def test_a_hook_before_that_does_nothing_to_a_call_is_refused(nets):
+    """Not one that sets or writes to what the call reads, as an older spectral norm does."""
+    module, fast, x = nets
+    handle = fast.module.conv.register_forward_pre_hook(lambda part, given: print(given[0].shape))
+    with pytest.raises(PlanError, match=r"hook that returns nothing has no place .*\(conv\)"):
+        fast(x)
+    handle.remove()
+    torch.manual_seed(1)
+    for net in (module, fast.module):
+        nn.utils.weight_norm(net.out)
+        net.norm.register_forward_pre_hook(_halves)
+        torch.manual_seed(1)
+        nn.utils.spectral_norm(net.conv)
+    for train in (True, True, False):
+        for net in (module, fast):
+            net.conv.train(train)
+        with torch.no_grad():
+            torch.testing.assert_close(fast(x), module(x))
+    torch.testing.assert_close(fast.module.norm.bias, module.norm.bias)
+
+
+@torch.no_grad()
+def _halves(part, given):
+    part.bias.mul_(0.5)
+
+
 class Kept(nn.Module):
     """Which keeps tables by size, and what it has computed."""
 

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from operator import is_
 from typing import Any
 
 import torch
@@ -24,14 +25,17 @@ def refuse_parts(module: nn.Module) -> None:
             raise PlanError(f"a backward hook has no place in a plan ({where} has one)")
 
 
-def refuse_silent_hooks(module: nn.Module) -> None:
+def refuse_silent_hooks(module: nn.Module, calls: list) -> None:
     """Until attributes are what they were: a forward hook that returns nothing keeps or prints what
-    it gets, which it would get once, without numbers."""
+    it gets, which it would get once, without numbers. So does one before the forward, unless it
+    calls PyTorch or sets an attribute of the part, as an older spectral norm does."""
 
-    def heard(name: str, hook: Callable) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = hook(*args, **kwargs)
-            if result is None:
+    def heard(name: str, hook: Callable, before: bool) -> Callable:
+        def call(part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            count, were = len(calls), [*vars(part).values()]
+            result = hook(part, *args, **kwargs)
+            done = before and (len(calls) > count or not same(were, [*vars(part).values()]))
+            if result is None and not done:
                 raise PlanError(
                     f"a forward hook that returns nothing has no place in a plan ({name})"
                 )
@@ -39,11 +43,16 @@ def refuse_silent_hooks(module: nn.Module) -> None:
 
         return call
 
+    def same(a: list, b: list) -> bool:
+        return len(a) == len(b) and all(map(is_, a, b))
+
     for name, part in module.named_modules():
-        if part._forward_hooks:
-            where = name or type(part).__name__
-            hooks = ((key, heard(where, hook)) for key, hook in part._forward_hooks.items())
-            vars(part)["_forward_hooks"] = OrderedDict(hooks)
+        where = name or type(part).__name__
+        for kind in ("_forward_hooks", "_forward_pre_hooks"):
+            if hooks := vars(part)[kind]:
+                before = kind == "_forward_pre_hooks"
+                every = ((key, heard(where, hook, before)) for key, hook in hooks.items())
+                vars(part)[kind] = OrderedDict(every)
 
 
 def refuse_changes(leaves: list[Any], spec: pytree.TreeSpec, given: tuple) -> None:

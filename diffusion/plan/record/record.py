@@ -92,7 +92,6 @@ def _record(
     refuse_parts(module)
     with ExitStack() as stack:
         state = stack.enter_context(State(module))
-        refuse_silent_hooks(module)
         # in inference mode PyTorch takes nothing apart, and writes in place
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(differentiable))
@@ -107,6 +106,7 @@ def _record(
         ]
         inputs = [shapes.of(x) if isinstance(x, Tensor) else x for x in leaves]
         found = Recording(inputs, *states, differentiable)
+        refuse_silent_hooks(module, found.calls)
         notes, places = Notes(module, found, shapes), places_of(module)
         if left:
             found.last, state = state.begin(left, shapes.of), State(module)
