@@ -7,6 +7,7 @@ in every call. Parameters and buffers are not among them: a call reads them anew
 """
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .record.contents import contents, hidden_in
 from .trees import state_of
 
 _NOTHING = object()  # where no instance has the name: a method of the class, for example
@@ -145,8 +147,10 @@ def _frozen(x: Any, depth: int = 3, inside: tuple[int, ...] = ()) -> Any:
         return _Same(x), 0 if x.is_inference() else x._version
     if id(x) in inside:
         return _Same(x)
+    if hidden_in(type(x)):  # such as an array's elements
+        return _Same(x), contents(x)
     inside = (*inside, id(x))
-    if isinstance(x, list | tuple | set | frozenset):
+    if isinstance(x, list | tuple | set | frozenset | deque):
         return type(x), [_frozen(y, depth, inside) for y in x]
     if isinstance(x, dict):
         return type(x), [(_frozen(k, 0), _frozen(y, depth, inside)) for k, y in x.items()]

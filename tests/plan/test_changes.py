@@ -8,7 +8,7 @@ import pickle
 import random
 import sys
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,13 +51,14 @@ class Net(nn.Module):
         self.gain, self.sizes, self.given = 1.0, [2, 2], {"alpha": 1.0}
         self.config, self.scaled = SimpleNamespace(shift=0.0), Scaled()
         self.table, self.step = torch.ones(3, 1, 1, dtype=torch.float64), 0
+        self.rows, self.array = deque([1.0]), np.ones(2)
 
     def forward(self, x):
         y = self.drop(self.act(self.norm(self.conv(x - self.mean))))
         y = y + F.avg_pool2d(y, self.sizes).amax((2, 3), keepdim=True)
         y = self.out(y) * self.gain * self.given["alpha"] + self.config.shift
         y = y * self.deep[0][0]["of"][1][0][0] + self.slotted.add
-        return self.scaled(y) * self.table
+        return self.scaled(y) * self.table * self.rows[-1] * self.array.tolist()[0]
 
 
 @pytest.fixture
@@ -82,6 +83,8 @@ CHANGES = {
     "a layer's number": lambda net: setattr(net.norm, "eps", 0.5),
     "in a list": lambda net: net.sizes.__setitem__(0, 4),
     "in a dict": lambda net: net.given.update(alpha=3.0),
+    "in a deque": lambda net: net.rows.append(2.0),
+    "in an array": lambda net: net.array.__imul__(2),
     "in a configuration": lambda net: setattr(net.config, "shift", 1.0),
     "deep in a list": lambda net: net.deep[0][0]["of"].__setitem__(1, [[2.0]]),
     "in slots": lambda net: setattr(net.slotted, "add", 1.0),
