@@ -7,8 +7,10 @@ import itertools
 import random
 import re
 import sys
+from array import array
 from collections import OrderedDict, deque
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -70,6 +72,7 @@ def _added(kept, n):
 # ways that change what the next call computes
 
 STEP, COUNTED, LIST, ROWS, NUMBERS, OBJECT = 0, {"of": [0]}, [], deque(), np.ones(2), Told()
+BESIDE, BYTES, WEAK = nn.Identity(), array("i", [0]), WeakKeyDictionary()
 NEXT, EVERY = itertools.count(1), (n for n in range(1, 99))
 
 
@@ -286,6 +289,22 @@ def _global_object(net, y):
     return y * OBJECT.count()
 
 
+def _global_module(net, y):
+    """Which is no part."""
+    BESIDE.calls += 1
+    return y * BESIDE.calls
+
+
+def _global_bytes(net, y):
+    BYTES[0] += 1
+    return y * BYTES[0]
+
+
+def _weak(net, y):
+    WEAK[net] = WEAK.get(net, 0) + 1
+    return y * WEAK[net]
+
+
 def _global_count(net, y):
     return y * next(NEXT)
 
@@ -418,6 +437,9 @@ REFUSED = {
     _global_deque: r"ROWS of .*test_state\.py",
     _global_array: r"NUMBERS of .*test_state\.py",
     _global_object: r"OBJECT of .*test_state\.py",
+    _global_module: r"BESIDE of .*test_state\.py",
+    _global_bytes: r"BYTES of .*test_state\.py",
+    _weak: r"WEAK of .*test_state\.py",
     _global_count: r"NEXT of .*test_state\.py",
     _global_generator: r"EVERY of .*test_state\.py",
     _global_tensor: r"test_state\.py",
@@ -625,7 +647,7 @@ def _made(way, files):
     here.update(TABLE=None, READY=False, ARRAY=None, math2=None)
     LOG["lines"], Config.step, Told.step, Net.steps = 0, 0, 0, 0
     WARNED.clear(), Net.seen.clear(), _cosines.cache_clear()
-    _function_attribute.calls = 0
+    _function_attribute.calls = BESIDE.calls = BYTES[0] = 0
     _default.__defaults__[0].clear(), _named_default.__kwdefaults__["kept"].update(n=0)
     return Net(way if way.__code__.co_argcount else way())
 

@@ -1,9 +1,11 @@
 """What is in a dict, a list, an object and the like: how it is read, compared and written."""
 
+import copy
 import functools
 import pickle
 import random
 import sys
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from operator import is_
@@ -22,8 +24,8 @@ def hidden_in(kind: type) -> tuple[Callable, Callable] | None:
     """How to read and to write what objects of a class keep in no attribute."""
     if issubclass(kind, random.Random) and not issubclass(kind, random.SystemRandom):
         return kind.getstate, kind.setstate
-    if issubclass(kind, bytearray):
-        return bytes, lambda x, was: x.__setitem__(slice(None), was)
+    if issubclass(kind, bytearray | array):
+        return copy.copy, lambda x, was: x.__setitem__(slice(None), was)
     if (numpy := sys.modules.get("numpy")) is None:
         return None
     if issubclass(kind, numpy.random.RandomState):
