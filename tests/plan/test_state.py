@@ -19,6 +19,7 @@ from torch import nn
 
 from diffusion import accelerate
 from diffusion.plan.graph import PlanError
+from diffusion.plan.record import files as known_files
 
 
 class Told:
@@ -665,6 +666,24 @@ def _called(net, train, calls=3):
         )
         found.append((y, *grads[:3]))
     return found
+
+
+def test_objects_of_libraries_without_tensors_are_not_looked_into(tmp_path, monkeypatch):
+    """Such as a notebook's shell, of which other threads write the history."""
+    monkeypatch.setattr(known_files, "_INSTALLED", (str(tmp_path),))
+    (tmp_path / "shell_of_lines.py").write_text("class Shell:\n    lines = 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        shell = importlib.import_module("shell_of_lines").Shell()
+
+        def written(net, y):
+            shell.lines += 1
+            return y
+
+        accelerate(Net(written))(torch.ones(1, 3, 2, 2))
+        assert shell.lines == 1
+    finally:
+        sys.modules.pop("shell_of_lines"), known_files._known.pop("shell_of_lines")
 
 
 @pytest.mark.parametrize("train", [True, False])

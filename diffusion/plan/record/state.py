@@ -103,18 +103,19 @@ class State:
         self._parts = {id(vars(part)) for part in parts}
         self._met: set[str] = set()  # files of what is met
         self._near: set[str] | None = None  # those in which it is; None: it is the module's
+        self._files, seen, self._count = keeping_files(), set(), len(sys.modules)
         for part in parts:
             rest = [(vars(part), Place(id(part), "", type(part).__name__, True), True)]
             self._meet(type(part), None, rest)
             self._walk(rest)
-        files, seen, self._count = keeping_files(), set(), len(sys.modules)
         for far in (False, True):  # those that it comes from, and those that these name
             seen, found = seen | self._met, self._met - seen
             self._near = set() if far else found
-            for name in found & files.keys():
-                path = str(files[name].get("__file__") or name)
-                self._walk([(files[name], Place(id(files[name]), "", path, False), True)])
-        self._note_others(files.values())
+            for name in found & self._files.keys():
+                names = self._files[name]
+                path = str(names.get("__file__") or name)
+                self._walk([(names, Place(id(names), "", path, False), True)])
+        self._note_others(self._files.values())
 
     def _walk(self, rest: list[tuple[Any, Place | None, bool]]) -> None:
         """Notes these, and what is in them at any depth."""
@@ -174,13 +175,17 @@ class State:
                 if near and id(kind) not in self._noted and is_theirs(kind.__module__):
                     at = Place(id(kind), "", f"the class {kind.__qualname__}", False)
                     rest.append((kind, at, True))
-        elif role in ("object", "held"):
+        elif role == "held" or (role == "object" and self._may_keep(type(y).__module__)):
             if role == "held" or slots_of(y):
                 rest.append((y, place, False))
             if type(y).__dictoffset__ and type(y.__dict__) is dict:  # a proxy has that of another
                 rest.append((y.__dict__, place, False))
             if role == "object":
                 self._meet(type(y), None, rest)
+
+    def _may_keep(self, file: str) -> bool:
+        """Whether objects of its classes: not a notebook's shell, or a library's loggers."""
+        return file in self._files or file in _KEEPING
 
     def _meet_variables(self, function: FunctionType, place: Place, rest: list) -> None:
         """Those of its own."""
