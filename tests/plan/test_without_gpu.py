@@ -320,9 +320,18 @@ def test_a_function_of_the_modules_own_gives_the_host_the_types_of_a_gpu():
     assert [y.dtype for y in made] == [y.dtype for y in call.result] == [LOW, WIDE]
 
 
+def _mask(x):
+    """Of a window: made on the host, one piece after the other, and copied."""
+    mask = torch.zeros(3, 4)
+    mask[:2] = 2
+    mask[2:, 1:] = mask[2:, :1].fill_(2.0)
+    return x * mask.to(x.device, x.dtype)
+
+
 @pytest.mark.parametrize(
     "function",
     [
+        _mask,
         lambda x: x * (2 if x.device == GPU and x.is_cuda else 3),
         lambda x: x * (3 if x.is_cpu or x.get_device() else 2),
         lambda x: (x.cuda() + x.to("cuda") + x.to(x.device)) * 2.0 / 3.0,

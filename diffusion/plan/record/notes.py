@@ -1,8 +1,9 @@
 """Notes every call that PyTorch makes while a module runs over tensors without numbers."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ class Shapes:
         # of them all; None: that of what each stands for
         self.device = META if mode is None else GPU if is_rehearsal() else None
 
-    def of(self, x: Tensor) -> Tensor:
+    def of(self, x: Tensor, device: torch.device | None = None) -> Tensor:
         with self.mode or nullcontext():
-            device = self.device or x.device
+            device = device or self.device or x.device
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
 
     def has(self, x: Tensor) -> bool:
@@ -60,7 +61,8 @@ class Notes(TorchDispatchMode):
         self.given = {id(x): f"its argument {i}" for i, x in enumerate(found.inputs)}
         states = found.parameters | found.buffers
         self.given |= {id(x): name for name, x in states.items()}
-        self.twins: dict[int, Tensor] = {}  # of constants, by their ids
+        # of constants, by their ids and where else than `shapes` has them they are
+        self.twins: dict[tuple[int, torch.device | None], Tensor] = {}
         # ids of tensors that are views or have some, are constants, or come with the call
         self.shared: set[int] = set(self.given)
         # names of parameters and buffers, by the ids of those that the forward pass has
@@ -84,7 +86,8 @@ class Notes(TorchDispatchMode):
         if self.own and draws(target):
             raise PlanError(f"{target} in an autograd.Function, which is called twice, draws twice")
         if not all(map(self.shapes.has, tensors)):
-            args, kwargs = pytree.tree_map_only(Tensor, self.shaped, (args, kwargs))
+            shaped = partial(self.shaped, beside={x.device for x in tensors if self.shapes.has(x)})
+            args, kwargs = pytree.tree_map_only(Tensor, shaped, (args, kwargs))
         if is_draw(target) and not self.shapes.by_device and _has_device(target):
             kwargs = {**kwargs, "device": META}  # of the host's, no numbers either
         if target is _ATEN.copy_.default and id(args[0]) in self.given:
@@ -111,11 +114,13 @@ class Notes(TorchDispatchMode):
         fixed = not any(self.shapes.has(x) or x.requires_grad for x in tensors)
         return bool(tensors) and fixed and not draws(target) and not target._schema.is_mutable
 
-    def shaped(self, x: Tensor) -> Tensor:
-        """x, or in place of a constant a tensor without its numbers."""
+    def shaped(self, x: Tensor, beside: Collection[torch.device] = ()) -> Tensor:
+        """x, or in place of a constant a tensor without its numbers. What a call has `beside` it
+        may be on the host also in a rehearsal, as what the forward makes there is."""
         if self.shapes.has(x):
             return x
-        if id(x) not in self.twins:
+        device = x.device if beside == {x.device} else None
+        if (id(x), device) not in self.twins:
             if x.requires_grad:
                 line = self.lines.of(sys._getframe(1))
                 raise PlanError(
@@ -123,13 +128,13 @@ class Notes(TorchDispatchMode):
                     f" nor a parameter of the module, has no place in a plan ({line})"
                 )
             with self.whole():
-                twin = self.shapes.of(x)
+                twin = self.shapes.of(x, device)
             if torch._is_functional_tensor(twin):  # made where functionalization sees it
                 twin = unwrapped(twin)
-            self.twins[id(x)] = twin
+            self.twins[id(x), device] = twin
             self.shared.add(id(twin))
-            self.found.constants.append((self.twins[id(x)], x))
-        return self.twins[id(x)]
+            self.found.constants.append((twin, x))
+        return self.twins[id(x), device]
 
     def _anew(self, target: torch._ops.OpOverload, written: Tensor) -> torch._ops.OpOverload:
         """In place of an op that writes to its first argument, as some ops of PyTorch do within,
