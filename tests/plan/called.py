@@ -346,6 +346,14 @@ add_calls("x", IMAGE, text=in_no_table)
 
 # --- arithmetic -----------------------------------------------------------------------------------
 
+
+def doubled(x: Tensor, where) -> Tensor:
+    """In the elements that an index names, as a softmax of some channels is written in place."""
+    x = x.clone()
+    x[where] = x[where] * 2
+    return x
+
+
 arithmetic = """
     x + y  x + 2  2 + x  x - y  x - 2  2 - x  x * y  x * 2  x / y  x / 2  2 / x  x / 0  x / -0.0
     -x  x**2  x.abs() ** y  2**x  x % 3  x * True
@@ -371,6 +379,8 @@ arithmetic = """
     torch.maximum(x, y)  torch.minimum(x, y)  torch.where(x > y, x, y)  torch.where(x > 0, x, 0.0)
     x.masked_fill(y > 0, -2.0)  x.masked_fill(y > 0, y[0, 0, 0, 0])
     x[:, [2, 0]]  x[[1, 0], :, [2, 3]]  x[[1, 0]]  x[:, torch.tensor([2, 0])]
+    x[:, (2, 0)]  x[:, range(2)]  doubled(x, 1)  doubled(x, [1, 0])  doubled(x, (0, [2, 0]))
+    doubled(x, (..., range(2)))  doubled(x, (slice(None), torch.tensor([2, 0])))
     x.index_select(1, torch.tensor([2, 0, 2]))  x.gather(1, torch.tensor([2, 0]).expand(2, 4, 6, 2))
     torch.gather(x, 1, torch.tensor([2, 0]).expand(2, 4, 6, 2), sparse_grad=True)
     torch.zeros_like(x) + y  torch.ones_like(x, dtype=torch.float64) + y  torch.full_like(x, 3) + y

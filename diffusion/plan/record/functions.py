@@ -112,8 +112,8 @@ class Functions(TorchFunctionMode):
             target = None if notes.within else _WHOLE.get(function)
             arguments = target and self._arguments(target, args, kwargs)
             if not arguments:
-                if function == Tensor.__getitem__:
-                    args = (args[0], _with_tensors(args[1]))
+                if function in (Tensor.__getitem__, Tensor.__setitem__):
+                    args = (args[0], _with_tensors(args[1]), *args[2:])
                 if not notes.shapes.by_device:
                     function, args, kwargs = _of_numbers(function, args, kwargs)
                 result = self._called(function, name, args, kwargs)
@@ -322,13 +322,14 @@ def _written_by(name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     return kwargs.get("out", args[0] if writes and args else None)
 
 
-def _with_tensors(index: Any) -> Any:
-    """An index whose lists of numbers are tensors, which the recording sees."""
-    if isinstance(index, tuple):
-        return tuple(map(_with_tensors, index))
-    is_list = isinstance(index, list) and index
-    if is_list and all(isinstance(i, int) for i in pytree.tree_leaves(index)):
-        return torch.tensor(index)
+def _with_tensors(index: Any, each: bool = True) -> Any:
+    """An index whose lists of numbers are tensors, which the recording sees; of a tuple, those of
+    each dimension."""
+    if isinstance(index, tuple) and each:
+        return tuple(_with_tensors(i, each=False) for i in index)
+    numbers = list(index) if isinstance(index, list | tuple | range) else []
+    if numbers and all(isinstance(i, int) for i in pytree.tree_leaves(numbers)):
+        return torch.tensor(numbers)
     return index
 
 
