@@ -142,6 +142,7 @@ IN_OTHERS = {
 OF_CASTS = (
     "added behind a norm over channels",
     "concatenations as they are read",
+    "copies as they are read",
     "parts cast where they are read",
     "parts read where they lie",
 )

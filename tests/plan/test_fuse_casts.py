@@ -87,6 +87,50 @@ def test_what_others_read_is_left():
         assert same(results, made(module, ARGS)[1])
 
 
+class Turned(nn.Module):
+    """Attention over frames as video networks have it: norms in float32 over images, products in 16
+    bits over the frames of a pixel; what is cast is turned, and what is turned is cast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.frames = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        y = self.frames(self.norm(x).unflatten(0, (-1, 3)).transpose(1, 2))
+        return y.float().transpose(1, 2).flatten(0, 1).exp() * x
+
+
+def test_copies_are_written_as_they_are_read():
+    """And their gradients."""
+    torch.manual_seed(0)
+    module, args = Turned(), (torch.randn(6, 4, 6),)
+    planned, results = made(module, args)
+    with leaving_out("copies as they are read"):
+        before, expected = made(module, args)
+    assert same(results, expected)
+    copies = [node for node in planned.graph.nodes if node.op == "layout"]
+    assert sum(node.inputs["x"].dtype != node.out.dtype for node in copies) == 2
+    now, was = (p.graph.count() for p in (planned, before))
+    assert now.get("cast", 0) == was["cast"] - 2 and now["layout"] == was["layout"]
+
+
+class Half(nn.Module):
+    """Of whose channels some are cast, and turned for a convolution in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.each = nn.Conv2d(3, 8, 1), nn.Conv2d(4, 4, 3, padding=1, groups=4)
+
+    def forward(self, x):
+        return self.each(self.conv(x).float().sin()[:, 4:])
+
+
+def test_parts_are_cast_where_they_lie_and_then_copied():
+    torch.manual_seed(0)
+    counts = made(Half(), (torch.randn(2, 3, 4, 6),))[0].graph.count()
+    assert counts["columns"] == 1 and "slice" not in counts
+
+
 class Widened(nn.Module):
     """Upsampling in float32, as autocast has it on a GPU, and as networks cast themselves."""
 

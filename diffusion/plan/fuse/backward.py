@@ -1,6 +1,6 @@
 """The rows of the backward pass, in the order in which they are applied."""
 
-from .by_pytorch import attention_without_kernels, cast_of_parts
+from .by_pytorch import AS_IT_IS_READ, attention_without_kernels, cast_of_parts
 from .elementwise import ONE_PASS
 from .epilogue import added
 from .few_channels import few_channels
@@ -104,4 +104,5 @@ BACKWARD_ROWS = (
         "0.8 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", NOT_IN_A_STEP
     ),
     ONE_PASS,
+    AS_IT_IS_READ,
 )  # fmt: skip

@@ -1,6 +1,6 @@
 """The rows of the forward pass, in the order in which they are applied."""
 
-from .by_pytorch import WHERE_IT_LIES, cat_as_it_is_read
+from .by_pytorch import AS_IT_IS_READ, WHERE_IT_LIES, cat_as_it_is_read
 from .elementwise import ONE_PASS
 from .epilogue import added, epilogue_add, epilogue_factor, partials, terms_together
 from .few_channels import few_inputs, few_outputs
@@ -63,5 +63,6 @@ FORWARD_ROWS = (
         "0.7 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", NOT_IN_A_STEP
     ),
     ONE_PASS,
+    AS_IT_IS_READ,
     WHERE_IT_LIES,
 )  # fmt: skip

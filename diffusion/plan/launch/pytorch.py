@@ -169,7 +169,11 @@ def as_it_lies(grad: Tensor, parameter: Tensor, kernels: Kernels) -> Tensor:
 
 @by_pytorch("layout")
 def _layout(run, node, given):
-    return _pieces(given["x"].contiguous(), node).reshape(node.out.shape).contiguous()
+    """In the type of its value, which need not be that of what it reads."""
+    x = _pieces(given["x"].contiguous(), node)
+    if x.dtype != node.out.dtype:
+        x = x.to(node.out.dtype, memory_format=torch.contiguous_format)
+    return x.reshape(node.out.shape).contiguous()
 
 
 def _pieces(x: Tensor, node: Node) -> Tensor:
