@@ -76,15 +76,30 @@ class View:
         return View(self.value, tuple(reversed(dims)), self.offset)
 
     def narrow(self, at: int, start: int, stop: int, step: int = 1) -> "View | None":
-        """Part of a dimension; None if that is no single piece."""
-        dim = self.dims[at]
-        if len(dim) > 1:
+        """Part of a dimension; None if steps do not say it."""
+        part = _part(self.dims[at], start, stop, step)
+        if part is None:
             return None
-        size, stride = dim[0] if dim else (1, 0)
-        count = max(0, -(-(stop - start) // step))
-        new = ((count, stride * step),) if count != 1 else ()
+        offset, new = part
         dims = (*self.dims[:at], new, *self.dims[at + 1 :])
-        return View(self.value, dims, self.offset + start * stride)
+        return View(self.value, dims, self.offset + offset)
+
+
+def _part(dim: Dim, start: int, stop: int, step: int) -> tuple[int, Dim] | None:
+    """Where part of a dimension begins, and its pieces."""
+    if len(dim) < 2:
+        stride = dim[0][1] if dim else 0
+        count = max(0, -(-(stop - start) // step))
+        return start * stride, ((count, stride * step),) if count != 1 else ()
+    (_, stride), *inner = dim
+    n = length(inner)
+    (first, begin), (last, end) = divmod(start, n), divmod(stop - 1, n)
+    if first == last:  # within one of the outermost steps
+        within = _part(tuple(inner), begin, end + 1, step)
+        return within and (first * stride + within[0], within[1])
+    if step == 1 and begin == 0 and end == n - 1 and first < last:
+        return first * stride, merged(((last - first + 1, stride), *inner))
+    return None
 
 
 def turned(x: View) -> View:

@@ -170,16 +170,19 @@ def test_forms_under_no_grad(name):
 
 
 def _by_guided_diffusion(rows, first):
-    """q, k and v [N heads, d, T], of which either the heads or the parts come first."""
+    """q, k and v [N heads, d, T], of which either the heads or the parts come first, or these where
+    the module has put heads first, as CTM's does."""
     n, c, t = rows.shape
-    parts = rows.view(n * HEADS, -1, t).chunk(3, 1) if first == "heads" else rows.chunk(3, 1)
+    if first == "parts, with heads":
+        rows = rows.unflatten(1, (3, HEADS, -1)).transpose(1, 2).reshape(n, c, t)
+    parts = rows.chunk(3, 1) if first == "parts" else rows.view(n * HEADS, -1, t).chunk(3, 1)
     q, k, v = (x.reshape(n * HEADS, -1, t) for x in parts)
     scale = q.shape[1] ** -0.25
     p = torch.einsum("bct,bcs->bts", q * scale, k * scale).softmax(-1)
     return torch.einsum("bts,bcs->bct", p, v).reshape(n, -1, t)
 
 
-@pytest.mark.parametrize("first", ["heads", "parts"])
+@pytest.mark.parametrize("first", ["heads", "parts", "parts, with heads"])
 def test_parts_of_one_product_are_not_copied(first):
     """Also where they are multiplied with numbers on the way."""
 

@@ -1,12 +1,14 @@
 """Views say where the elements are that PyTorch's views have."""
 
+import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
+import diffusion.plan.trace  # noqa: F401  which knows the lowerings
 from diffusion.plan.execute import run
 from diffusion.plan.graph import Graph
 from diffusion.plan.lower.table import LOWERINGS, Lowering
-from diffusion.plan.views import whole
+from diffusion.plan.views import Views, whole
 
 SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=4)
 
@@ -66,3 +68,20 @@ def test_a_chain_that_comes_back_copies_nothing():
     back = LOWERINGS["transpose"](low, tokens, 1, 2)
     assert low.views.rows(back) is value
     assert not graph.nodes
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "step", "is_view"),
+    [(0, 4, 1, True), (4, 12, 1, True), (5, 8, 2, True), (2, 6, 1, False), (0, 12, 2, False)],
+)
+def test_parts_of_an_axis_that_two_make(start, stop, step, is_view):
+    """Of one step of the outer, or of whole ones, they are a view."""
+    x = torch.arange(2.0 * 3 * 5 * 4).view(2, 3, 5, 4)
+    graph = Graph()
+    view = whole(graph.value("x", x.shape, x.dtype)).permute((0, 2, 1, 3)).reshape((2, 5, 12))
+    part = view.narrow(2, start, stop, step)
+    assert (part is not None) == is_view
+    if is_view:
+        y = Views(graph).gather(part)
+        found = run(graph.nodes, {view.value: x})[y]
+        assert torch.equal(found, x.transpose(1, 2).reshape(2, 5, 12)[..., start:stop:step])
