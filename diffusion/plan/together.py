@@ -64,7 +64,7 @@ def _side_by_side(graph: Graph, casts: Collection[Value]) -> list[Node]:
 
 def _sums(node: Node) -> tuple[str, ...]:
     """The roles of sums over rows that a node makes, as they are side by side in its rows."""
-    if node.op == "norm_grad_table":
+    if node.op in ("norm_grad_table", "norm_backward", "skip_backward"):
         return SUMS_OF_NORM if "input_partials" in node.inputs else SUMS_OF_NORM[:2]
     if node.op == "channel_norm_grad" and node.inputs.keys().isdisjoint(("scale", "shift")):
         return SUMS_OF_CHANNEL_NORM
@@ -105,7 +105,7 @@ def sums_together(graph: Graph, start: int, results: Collection[Value]) -> None:
             x = graph.value("rows", (n, len(roles) * x.numel), x.exact)
             for role in found:
                 del node.outputs[role]
-            node.outputs["sums" if table is None else "rows"] = x
+            node.outputs["sums"] = x
         x.dtype = x.exact  # as kernels give them
         at = {value: i for i, value in enumerate(rows.values())}.get(x, len(rows))
         rows[f"rows{at}"] = x

@@ -56,6 +56,25 @@ def test_forward(shape, channels, ks, groups, device):
     assert_near("a", a, exact, low)
 
 
+@pytest.mark.parametrize("channels", [(20,), (40, 24)], ids=["one", "two-halves"])
+def test_tensors_of_other_types(channels, device):
+    """A pass computes in float32: it rounds what it writes, and nothing that it reads."""
+    shape, c = (3, 5, 7), sum(channels)
+    halves, weight, bias = make_halves(shape, channels, device=device)
+    table = table_of(halves, (1,) * len(halves), 4, weight, bias)
+    x1, x2, low = halves[0], second_half(halves), torch.float16
+    a = norm_passes.apply(x1, x2, table, "silu", dtype=low)
+    assert torch.equal(a, norm_passes.apply(x1, x2, table, "silu").to(low))
+    dz, add1, again = (randn(*shape, n, dtype=low, device=device) for n in (c, *channels[:1] * 2))
+    add2 = None if x2 is None else randn(*shape, channels[1], dtype=low, device=device)
+    coeff, out = randn(3, 3, c, device=device), torch.empty_like(x1, dtype=low)
+    mixed = norm_passes.norm_dx(dz, x1, x2, coeff, add1, add2, again, out=out)
+    wide = (None if x is None else x.float() for x in (add1, add2, again))
+    exact = norm_passes.norm_dx(dz.float(), x1, x2, coeff, *wide)
+    assert mixed[0] is out and torch.equal(out, exact[0].to(low))
+    assert x2 is None or torch.equal(mixed[1], exact[1])
+
+
 @pytest.mark.parametrize(
     ("shape", "channels"),
     [((3, 5, 7), (20,)), ((2, 3, 5), (40, 24)), ((1, 30, 8), (136,)), ((2, 33, 32), (64,))],

@@ -25,6 +25,8 @@ def _close(got, exact, dtype):
     assert (got.double() - exact).norm() <= bound * exact.norm().clamp(min=1e-30)
 
 
+@pytest.mark.parametrize("second", [0, 4])  # channels of another tensor
+@pytest.mark.parametrize("exact_x", [False, True])  # x is float32
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize(
@@ -32,15 +34,17 @@ def _close(got, exact, dtype):
     [(2, 4, 6, 16), (3, 5, 7, 20), (1, 24, 24, 8), (2, 1, 1, 136), (0, 4, 4, 16)],
     ids=str,
 )
-def test_activation_grad(shape, activation, dtype, device):
+def test_activation_grad(shape, activation, dtype, exact_x, second, device):
     n, _, _, c = shape
     da = _randn(*shape, seed=0, device=device, dtype=dtype)
-    x = _randn(*shape, seed=1, device=device, dtype=dtype)
+    x = _randn(*shape, seed=1, device=device, dtype=torch.float32 if exact_x else dtype)
     table = _randn(n, 4, c, seed=2, device=device)
     table[:, 1] = table[:, 1].abs() + 0.5
-    dz, partials = norm_sums.activation_grad(da, x, table, activation)
+    x1, x2 = (half.contiguous() for half in x.split([c - second, second], dim=3))
+    x2 = x2 if second else None
+    dz, partials = norm_sums.activation_grad(da, x1, x2, table, activation)
     exact, sums = fused_reference.activation_grad(
-        da.double(), x.double(), table.double(), activation
+        da.double(), x.double(), None, table.double(), activation
     )
     assert dz.dtype == dtype
     torch.testing.assert_close(

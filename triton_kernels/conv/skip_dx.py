@@ -90,7 +90,8 @@ def skip_backward(
     num_groups: int,
     into: NormGrads,  # of weight and bias
     *,
-    sums: RowSums,
+    sums: bool | RowSums,  # as that of `skip_dx`
+    rows_out: Tensor | None = None,  # as that of `norm_grad_table`; None: `sums` adds them up
     add1: Tensor | None = None,  # [N, H, W, C1]
     dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
     upsample1: bool = False,
@@ -107,11 +108,13 @@ def skip_backward(
         spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
         ways = select(NORM_BACKWARD, spec, describe(dz.device)).config
     if isinstance(ways, OneLaunch) and n > 0 and folds(config, dy, x1, x2, upsample1):
-        work = sums.rows(n, 2 * c)
+        work = sums.rows(n, 2 * c) if rows_out is None else rows_out
         coeff = NormSums(partials, table, num_groups, work)
-        into.add(work, sums, c)
+        if rows_out is None:
+            into.add(work, sums, c)
     else:
-        coeff = norm_grad_table(partials, table, h * w, num_groups, into, sums=sums)
+        kept = {"sums": sums} if rows_out is None else {"rows_out": rows_out}
+        coeff = norm_grad_table(partials, table, h * w, num_groups, into, **kept)
     options = {"dz2": dz2, "upsample1": upsample1, "allow_tf32": allow_tf32, "config": config}
     return skip_dx(dy, skip_weight, dz, x1, x2, coeff, add1, sums, **options)
 

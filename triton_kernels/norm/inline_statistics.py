@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..activations import check_activation
 from ..noise.dropout import Mask
-from ..reductions.row_sums import RowSums
+from ..reductions.row_sums import RowSums, row_place
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import NormSpec, dtype_name
@@ -92,6 +92,7 @@ def norm_apply(
     *,
     mask: Mask | None = None,
     tf32: bool = False,  # here and below: float32 results are rounded to TF32, as products are
+    dtype: torch.dtype | None = None,
     config: OneLaunch | TwoLaunches | None = None,
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
     """`apply` with the table of `norm_table`, and that table."""
@@ -103,7 +104,8 @@ def norm_apply(
     if isinstance(config, TwoLaunches):
         table = norm_table(*norm)
         early = mask is None and _overlaps(x1)
-        return apply(x1, x2, table, activation, mask=mask, early=early, tf32=tf32), table
+        how = {"mask": mask, "early": early, "tf32": tf32, "dtype": dtype}
+        return apply(x1, x2, table, activation, **how), table
 
     assert mask is None, "dropout is for two launches"
     check_activation(activation)
@@ -113,7 +115,7 @@ def norm_apply(
     norm.check(n, c1, c2)
     c = c1 + c2
     table = x1.new_empty((n, 4, c), dtype=torch.float32)
-    a = x1.new_empty((n, h, w, c))
+    a = x1.new_empty((n, h, w, c), dtype=dtype)
     launch_apply(
         x1, x2, a, activation, sums_config(spec), overlapping(x1.device, n * h * w),
         norm=norm, table=table, tf32=tf32,
@@ -146,7 +148,8 @@ def norm_backward(
     num_groups: int,
     into: NormGrads,
     *,
-    sums: RowSums,
+    sums: RowSums | None,  # None: rows are tensors of their own
+    rows_out: Tensor | None = None,  # as that of `norm_grad_table`, which then nobody adds up
     add1: Tensor | None = None,  # [N, H, W, C]
     add1_second: Tensor | None = None,  # [N, H, W, C]
     rows: bool = True,  # whether the second result is wanted
@@ -156,7 +159,7 @@ def norm_backward(
     film: tuple[Tensor | None, ...] = (None,) * 3,
     tf32: bool = False,
     config: OneLaunch | TwoLaunches | None = None,
-) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C] in a place of `sums`
+) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C], in a place of `sums` if there is one
     """`norm_dx` of one tensor, with the coefficients of `norm_grad_table`."""
     n, h, w, c = dz.shape
     if config is None:
@@ -164,10 +167,11 @@ def norm_backward(
         spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
         config = select(NORM_BACKWARD, spec, describe(dz.device)).config
     if isinstance(config, TwoLaunches):
-        options = {"input_partials": input_partials, "film": film, "sums": sums}
+        options = {"input_partials": input_partials, "film": film}
+        options |= {"sums": sums} if rows_out is None else {"rows_out": rows_out}
         coeff = norm_grad_table(partials, table, h * w, num_groups, into, **options)
         dx, _, added = norm_dx(
-            dz, x, None, coeff, add1, None, add1_second, sums if rows else False,
+            dz, x, None, coeff, add1, None, add1_second, rows and (sums or True),
             upsample1=upsample1, tf32=tf32, out=out,
         )  # fmt: skip
         return dx, added
@@ -178,8 +182,8 @@ def norm_backward(
         if t is not None:
             check_nhwc(name, t)
             check_shape(name, t, n, h, w, c)
-    sums_dx = into.emb is not None or into.input_bias is not None
-    assert sums_dx == (input_partials is not None), "input_partials are for sums of dx"
+    sums_dx = input_partials is not None
+    assert sums_dx or into.emb is into.input_bias is None, "sums of dx are of input_partials"
     for part in (partials, input_partials):
         if part is not None:
             check_partials_of(part, h * w, n, c)
@@ -188,8 +192,10 @@ def norm_backward(
     cg, count = c // num_groups, 3 if sums_dx else 2
     groups = covering_groups(grid.block_c, 0, cg)
     dx = x.new_empty(x.shape) if out is None else out
-    work = sums.rows(n, count * c)
-    added = sums.rows(n * grid.k, c) if rows else None
+    work = sums.rows(n, count * c) if rows_out is None else rows_out
+    check_shape("rows_out", work, n, count * c)
+    place = row_place(rows and (sums or True), x)
+    added = None if place is None else place(n * grid.k, c)
     *affine, scale = film
     strided = (scale, into.scale, into.shift, into.emb)
     norm_dx_inline_kernel[(grid.programs,)](
@@ -198,5 +204,6 @@ def norm_backward(
         count, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
         tf32, num_warps=config.num_warps, **overlapping(x.device),
     )  # fmt: skip
-    into.add(work, sums, c)
+    if rows_out is None:
+        into.add(work, sums, c)
     return dx, added

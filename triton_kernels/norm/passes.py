@@ -51,7 +51,8 @@ def apply(
     mask: Mask | None = None,
     early: bool = False,
     tf32: bool = False,
-) -> Tensor:  # [N, H, W, C1 + C2], dtype of x1
+    dtype: torch.dtype | None = None,  # of the result; None: that of x1
+) -> Tensor:  # [N, H, W, C1 + C2]
     """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask. Its words, if it has
     any, are written.
 
@@ -65,7 +66,7 @@ def apply(
     c2 = check_second(x2, n, h, w)
     check_shape("table", table, n, 4, c1 + c2)
     assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
-    a = x1.new_empty((n, h, w, c1 + c2))
+    a = x1.new_empty((n, h, w, c1 + c2), dtype=dtype)
     overlap = overlapping(x1.device, 0)  # of any size, see `early`
     if a.numel():
         launch_apply(
@@ -198,7 +199,7 @@ def norm_dx(
     upsample1: bool = False,
     factor: float | None = None,
     tf32: bool = False,
-    out: Tensor | None = None,  # as x1; may be dz if there is no x2
+    out: Tensor | None = None,  # as x1, of any type; may be dz if there is no x2
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """dx1 = factor (p dz + q x1 + r + add1 + add1_second) and dx2 alike but for the factor, in the
     dtype of their x, each sum rounded once.

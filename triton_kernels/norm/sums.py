@@ -22,7 +22,7 @@ from ..activations import check_activation
 from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
-from ..runtime.layout import check_nhwc, check_shape, row_stride
+from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
 from .coefficients import coefficients, load_table, normalised_and_dz, store_table
 from .pass_grid import PassGrid, channel_block, cut_evenly, divisor_near
 
@@ -268,27 +268,29 @@ def grad_partials_of(
 
 
 def activation_grad(
-    da: Tensor,  # [N, H, W, C]
-    x: Tensor,  # [N, H, W, C]
-    table: Tensor,  # float32 [N, 4, C]: mean, rstd, g, b
+    da: Tensor,  # [N, H, W, C1 + C2]
+    x1: Tensor,  # [N, H, W, C1], of any type
+    x2: Tensor | None,  # [N, H, W, C2], of that of x1
+    table: Tensor,  # float32 [N, 4, C1 + C2]: mean, rstd, g, b
     activation: str,
-) -> tuple[Tensor, Tensor]:  # [N, H, W, C]; float32 [N, K, 2, C]
+) -> tuple[Tensor, Tensor]:  # as da; float32 [N, K, 2, C1 + C2]
     """dz of a = act(z) from the gradient da, and the sums of dz and of dz xhat over each chunk,
     before dz is rounded. `conv.fused.conv_input_grad` has this in its epilogue; here da comes from
     something else, such as the resampling between activation and convolution of a block."""
     check_activation(activation)
     check_nhwc("da", da)
     n, h, w, c = da.shape
-    check_nhwc("x", x)
-    check_shape("x", x, n, h, w, c)
+    check_nhwc("x1", x1)
+    c1, c2 = x1.shape[3], check_second(x2, n, h, w)
+    check_shape("x1", x1, n, h, w, c - c2)
     check_shape("table", table, n, 4, c)
-    block_c = channel_block(c)
+    block_c = channel_block(c1, c2)
     # a program waits for its tiles one after the other; those of eight warps are half as many
     programs = describe(da.device).busy // 2
     wanted = triton.next_power_of_2(triton.cdiv(programs, max(n * triton.cdiv(c, block_c), 1)))
     few = min(wanted, _FEW_CHUNKS, h * w // _MIN_GRAD_PIXELS)
     wanted = max(triton.cdiv(h * w, _PIXELS), few)
-    grid = cut_evenly(n, h * w, c, 0, wanted, _TILE // block_c, block_c)
+    grid = cut_evenly(n, h * w, c1, c2, wanted, _TILE // block_c, block_c)
     dz = da.new_empty(da.shape)
-    partials = grad_partials_of(da, (x, None), table, activation, grid, 8, dz_out=dz)
+    partials = grad_partials_of(da, (x1, x2), table, activation, grid, 8, dz_out=dz)
     return dz, partials

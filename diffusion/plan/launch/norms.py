@@ -41,10 +41,16 @@ def _norm_table(run, node, given):
     return run.kernels.norm_table(*statistics(node, given))
 
 
+def _of_type(node: Node) -> dict[str, torch.dtype]:
+    """The type of a norm's result, if it is not that of the images."""
+    dtype = node.out.dtype
+    return {} if dtype == node.inputs["x0"].dtype else {"dtype": dtype}
+
+
 @launches("norm_apply")
 def _norm_apply(run, node, given):
-    mask = mask_of(node, given)
-    y = run.kernels.apply(*images(given), given["table"], node.attrs["activation"], mask=mask)
+    how = {"mask": mask_of(node, given)} | _of_type(node)
+    y = run.kernels.apply(*images(given), given["table"], node.attrs["activation"], **how)
     return y.view(node.out.shape)
 
 
@@ -56,7 +62,7 @@ def _norm(run, node, given):
         words = node.outputs["words"]
         words = torch.empty(words.shape, dtype=words.dtype, device=given["x0"].device)
         mask = mask._replace(words=words)
-    y, table = run.kernels.norm_apply(*images(given), *how, mask=mask)
+    y, table = run.kernels.norm_apply(*images(given), *how, mask=mask, **_of_type(node))
     return {"y": y.view(node.out.shape), "table": table, "words": mask and mask.words}
 
 
@@ -72,10 +78,8 @@ def _norm_of_upsampled(run, node, given):
 
 @launches("norm_act_grad")
 def _norm_act_grad(run, node, given):
-    x1, x2 = images(given)
-    x = x1 if x2 is None else torch.cat((x1, x2), -1)
-    da, activation = image(given["da"]), node.attrs["activation"]
-    dz, partials = run.kernels.activation_grad(da, x, given["table"], activation)
+    how = *images(given), given["table"], node.attrs["activation"]
+    dz, partials = run.kernels.activation_grad(image(given["da"]), *how)
     return {"dz": dz.view(given["da"].shape), "partials": partials}
 
 
@@ -106,30 +110,46 @@ def _gradients(run: Launcher, node: Node, given: Inputs) -> tuple[dict[str, Tens
     return into, options
 
 
-@launches("norm_grad_table")
-def _norm_grad_table(run, node, given):
-    a, (into, options) = node.attrs, _gradients(run, node, given)
-    tensors = given["partials"], given["table"], a["pixels"], a["groups"]
-    grads = NormGrads(**into)
+def _rows_out(run: Launcher, node: Node, given: Inputs) -> dict[str, Tensor]:
+    """Where rows go that are summed to gradients of a norm's parameters, but in a step."""
     if run.is_step:
-        return {"coeff": run.kernels.norm_grad_table(*tensors, grads, sums=run.sums, **options)}
+        return {}
     n, _, c = given["table"].shape
     shape = n, (3 if "input_partials" in given else 2) * c
     rows = given["table"].new_empty(shape) if run.sums is None else run.sums.rows(*shape)
-    coeff = run.kernels.norm_grad_table(*tensors, grads, rows_out=rows, **options)
-    if "rows" in node.outputs:
-        return {"coeff": coeff, "rows": rows} | into
-    if node.outputs.keys().isdisjoint(SUMS_OF_NORM):
-        return {"coeff": coeff} | into
+    return {"rows_out": rows}
+
+
+def _summed(run: Launcher, node: Node, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a node gives of these rows: themselves, or their sums."""
+    if run.is_step or node.outputs.keys().isdisjoint(("sums", *SUMS_OF_NORM)):
+        return {}
+    rows = kept["rows_out"]
+    if "sums" in node.outputs:
+        return {"sums": rows}
     total = rows.new_empty(rows.shape[1])
     run.kernels.bias_grad(rows, total)
-    return {"coeff": coeff} | dict(zip(SUMS_OF_NORM, total.split(c), strict=False)) | into
+    c = node.inputs["table"].shape[2]
+    return dict(zip(SUMS_OF_NORM, total.split(c), strict=False))
+
+
+@launches("norm_grad_table")
+def _norm_grad_table(run, node, given):
+    a, (into, options) = node.attrs, _gradients(run, node, given)
+    tensors, kept = (given["partials"], given["table"]), _rows_out(run, node, given)
+    options |= kept or {"sums": run.sums}
+    grads = a["pixels"], a["groups"], NormGrads(**into)
+    coeff = run.kernels.norm_grad_table(*tensors, *grads, **options)
+    return {"coeff": coeff} | _summed(run, node, kept) | into
 
 
 @launches("norm_dx")
 def _norm_dx(run, node, given):
     options = _added(node, given, "add1", "add1_second", "add2") | _scaled(run, node)
     tensors = image(given["dz"]), *images(given), given["coeff"]
+    x1, dx1 = tensors[1], node.outputs.get("dx1")
+    if dx1 is not None and dx1.dtype != node.inputs["x0"].dtype:
+        options["out"] = torch.empty_like(x1, dtype=dx1.dtype)
     return _shaped(node, run.kernels.norm_dx(*tensors, **options))
 
 
@@ -143,20 +163,24 @@ def _skip_dx(run, node, given):
 @launches("norm_backward")
 def _norm_backward(run, node, given):
     a, (into, options) = node.attrs, _gradients(run, node, given)
+    kept = _rows_out(run, node, given)
     options |= _added(node, given, "add1", "add1_second") | {"rows": "rows" in node.outputs}
-    options |= {"out": given.get(a.get("over")), "sums": run.sums}
-    tensors = (given[role] for role in ("dz", "x0", "partials", "table"))
-    dx, rows = run.kernels.norm_backward(*tensors, a["groups"], NormGrads(**into), **options)
-    return {"dx1": dx, "rows": rows}
+    options |= {"out": given.get(a.get("over")), "sums": run.sums} | kept
+    tensors = (image(given[role]) for role in ("dz", "x0"))
+    norm = given["partials"], given["table"], a["groups"], NormGrads(**into)
+    dx, rows = run.kernels.norm_backward(*tensors, *norm, **options)
+    return _shaped(node, (dx, None, rows)) | _summed(run, node, kept) | into
 
 
 @launches("skip_backward")
 def _skip_backward(run, node, given):
-    into = NormGrads(**given.into)
-    options = _added(node, given, "add1", "dz2") | {"sums": run.sums}
+    into, kept = NormGrads(**given.into), _rows_out(run, node, given)
+    options = _added(node, given, "add1", "dz2") | kept
+    options["sums"] = run.sums if run.is_step else run.rows_of(node)
     tensors = given["dy"], run.filters(given["weight"]), given["dz"], *images(given)
     norm = given["partials"], given["table"], node.attrs["groups"], into
-    return _shaped(node, run.kernels.skip_backward(*tensors, *norm, **options))
+    made = _shaped(node, run.kernels.skip_backward(*tensors, *norm, **options))
+    return made | _summed(run, node, kept)
 
 
 def _added(node: Node, given: Inputs, *roles: str) -> dict[str, Any]:

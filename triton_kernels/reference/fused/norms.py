@@ -63,7 +63,7 @@ def norm_table(partials, pixels, num_groups, weight, bias, eps, scale=None, shif
     return torch.stack(columns, dim=1)
 
 
-def apply(x1, x2, table, activation, *, mask=None, early=False, tf32=False):
+def apply(x1, x2, table, activation, *, mask=None, early=False, tf32=False, dtype=None):
     """act(z) of the norm of x1, or of the concatenation of x1 and x2; and dropout, if there is a
     mask. With `tf32`, here and below, the first results are rounded to TF32."""
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
@@ -71,7 +71,7 @@ def apply(x1, x2, table, activation, *, mask=None, early=False, tf32=False):
     a = ACTIVATION_FUNCTIONS[activation](
         (x - over_pixels(mean)) * over_pixels(rstd * g) + over_pixels(b)
     )
-    return operand(drop(a.to(x.dtype), mask), tf32)
+    return operand(drop(a.to(dtype or x.dtype), mask), tf32)
 
 
 def apply_upsampled(
@@ -171,10 +171,10 @@ def norm_dx(
     return dx1 if out is None else out.copy_(dx1), dx2, rows
 
 
-def norm_apply(x1, x2, norm, activation, *, mask=None, tf32=False):
+def norm_apply(x1, x2, norm, activation, **how):
     """(`apply` of the table that `norm_table` makes of `norm`, the table)."""
     table = norm_table(*norm)
-    return apply(x1, x2, table, activation, mask=mask, tf32=tf32), table
+    return apply(x1, x2, table, activation, **how), table
 
 
 def norm_apply_upsampled(x1, x2, norm, activation, *, tf32=False):
@@ -208,7 +208,7 @@ def norm_backward(
     coeff = norm_grad_table(partials, table, pixels, num_groups, into, sums=sums, **given)
     adds = {"add1": add1, "add1_second": add1_second, "upsample1": upsample1, "out": out}
     adds["tf32"] = tf32
-    dx, _, rows = norm_dx(dz, x, None, coeff, sums=sums if rows else None, **adds)
+    dx, _, rows = norm_dx(dz, x, None, coeff, sums=(sums or True) if rows else None, **adds)
     return dx, rows
 
 
@@ -216,8 +216,9 @@ def grad_partials(dz, xhat):
     return torch.stack((dz.sum((1, 2)), (dz * xhat).sum((1, 2))), dim=1)[:, None]
 
 
-def activation_grad(da, x, table, activation):
-    """(dz, partials) of z in a = act(z), where z is the norm of x."""
+def activation_grad(da, x1, x2, table, activation):
+    """(dz, partials) of z in a = act(z), where z is the norm of x1, or of it beside x2."""
+    x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     mean, rstd, g, b = table.unbind(1)
     xhat = (x - over_pixels(mean)) * over_pixels(rstd)
     with torch.enable_grad():

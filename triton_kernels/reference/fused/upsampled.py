@@ -69,7 +69,7 @@ def conv_upsampled_input_grad(dy, filters, *, inputs, tables, activation):
     halves = zip(torch.autograd.grad(y, (a1, a2), dy), inputs, strict=True)
     tables = tables[0][..., : x1.shape[3]], tables[1]
     grads = [
-        activation_grad(da, x, rows, activation)
+        activation_grad(da, x, None, rows, activation)
         for (da, x), rows in zip(halves, tables, strict=True)
     ]
     (dz1, partials1), (dz2, partials2) = grads
