@@ -40,7 +40,7 @@ class _Differentiation:
             if any(value in self.needed for value in node.inputs.values()):
                 self.needed.update(v for v in node.outputs.values() if v.has_gradients)
         self.sent: dict[Value, list[Value | Part]] = {}
-        self.made: dict[tuple, Value] = {}  # sums, each once
+        self.made: dict[tuple, Value] = {}  # sums and casts, each once
 
     def results(self, seeds: dict[Value, Value]) -> dict[Value, set[Value]]:
         """Of each value that was asked for, the results that depend on it."""
@@ -76,8 +76,13 @@ class _Differentiation:
 
     def make(self, op: str, inputs: dict, like: Value, shape=None, dtype=None, **attrs) -> Value:
         """A node of the backward pass, whose result is like this value but for shape and dtype."""
-        shape = like.shape if shape is None else shape
-        return self.graph.make(op, inputs, shape, dtype or like.dtype, **attrs)
+        shape, dtype = like.shape if shape is None else shape, dtype or like.dtype
+        if op != "cast":
+            return self.graph.make(op, inputs, shape, dtype, **attrs)
+        key = op, inputs["x"], dtype
+        if key not in self.made:
+            self.made[key] = self.graph.make(op, inputs, shape, dtype)
+        return self.made[key]
 
     def send(self, value: Value | None, grad: Callable[[], Value | Part]) -> None:
         """Add to a value's gradient, if anybody wants it."""

@@ -52,10 +52,10 @@ def sampling_plan(
     traced = trace(model, (x, t, labels, vector, context, present), forward=forward)
     graph = traced.graph
     split_norms(graph)
+    emb = _cut_embedding(graph, projection_columns(model), shape[0])
     prepare(graph, "sample")
     fuse(graph, None)
     image = _cut_image(graph)
-    emb = _cut_embedding(graph, projection_columns(model), shape[0])
     beside = _cut_context(graph, context_blocks(model))
     graph.inputs = [image, emb, *beside]
     graph.prune()

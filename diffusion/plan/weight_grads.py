@@ -9,12 +9,17 @@ from .ops import WEIGHT_GRADS
 
 def weight_grads_together(nodes: Sequence[Node]) -> list[Node]:
     """The nodes of a piece, of whose gradients those over images and with filters of one size are
-    one node, behind what the last of them reads. Which of them are one launch the kernels' registry
-    decides. What is made of them comes behind them."""
+    one node, behind what the last of them reads, unless that follows from another of them, as where
+    filters are made of images. Which of them are one launch the kernels' registry decides. What is
+    made of them comes behind them."""
     groups: dict[tuple, list[Node]] = {}
+    producers = {value: node for node in nodes for value in node.outputs.values()}
+    behind: dict[Node, int] = {}  # how many gradients of weights, one after the other
     for node in nodes:
+        makers = [producers[v] for v in node.inputs.values() if v in producers]
+        behind[node] = max((behind[m] + (m.op in WEIGHT_GRADS) for m in makers), default=0)
         if node.op in WEIGHT_GRADS and (size := _size(node)) is not None:
-            groups.setdefault(size, []).append(node)
+            groups.setdefault((size, behind[node]), []).append(node)
     several = [group for group in groups.values() if len(group) > 1]
     last = {group[-1]: _joined(group) for group in several}
     gone = {node for group in several for node in group[:-1]}

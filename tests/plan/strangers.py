@@ -712,3 +712,32 @@ def _adapted() -> UNet2DConditionModel:
 
 
 add("with LoRA", _adapted, LATENTS, T, TOKENS)
+
+
+class Mixed(nn.Module):
+    """A decoder's block, of which autocast keeps some tensors in more bits: what is upsampled,
+    what is added to that and concatenated with it, and a norm with scale and shift of these."""
+
+    def __init__(self, low=torch.bfloat16, wide=torch.float32, width=8):
+        super().__init__()
+        self.low, self.wide, both = low, wide, 2 * width
+        channels = width, width, both, width
+        self.layers = nn.ModuleList(nn.Conv2d(n, width, 3, padding=1, dtype=low) for n in channels)
+        self.skip, self.film = nn.Conv2d(both, width, 1), nn.Linear(6, 2 * both)
+        self.norms = nn.ModuleList(nn.GroupNorm(4, n, dtype=wide) for n in (width, both))
+        self.skip.to(low), self.film.to(low)
+
+    def forward(self, x, emb):  # [N, width, H, W], [N, 6], in fewer bits
+        small, lateral = self.layers[0](x), self._large(x)
+        h = self._large(F.silu(self.norms[0](small.to(self.wide))).to(self.low))
+        stream = self._large(small.to(self.wide)) + self.layers[1](h)
+        both = torch.cat((stream, lateral.to(self.wide)), dim=1)
+        film = self.film(emb)[..., None, None].chunk(2, dim=1)
+        scale, shift = (part.to(self.wide) for part in film)
+        h = F.silu(self.norms[1](both) * (1 + scale) + shift).to(self.low)
+        y = self.layers[2](h) + self.skip(both.to(self.low))
+        return self.layers[3](self._large(stream).to(self.low)), y.to(self.wide)
+
+    @staticmethod
+    def _large(x):
+        return F.interpolate(x, scale_factor=2.0, mode="nearest")

@@ -27,7 +27,7 @@ from tests.diffusion.diffusers_models import ours
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
 from tests.plan.random_networks import networks
-from tests.plan.strangers import Embedded, Magnitudes, Normed, SumsOfOneVariance
+from tests.plan.strangers import Embedded, Magnitudes, Mixed, Normed, SumsOfOneVariance
 from triton_kernels import fused_ops
 from triton_kernels.attention.launch import CROSS_ATTENTION_GRAD
 from triton_kernels.registry.chips import chip
@@ -144,8 +144,8 @@ def test_launches_of_a_residual_block_training():
     backward = launches(made, "backward")
     grad = {"dy", "weight", "x0", "table"}
     assert sorted(op for op, _ in backward) == sorted(
-        ["conv_input_grad", "norm_grad_table"] * 2
-        + ["norm_dx", "skip_dx", "linear_dx"]
+        ["conv_input_grad"] * 2
+        + ["norm_backward", "skip_backward", "linear_dx"]
         + ["conv_dw"] * 2  # in two pieces of work
         + ["weight_grads", "linear_dw"]  # of the skip's two halves, and the embedding's
         + ["row_sums", "bias_grads"]  # of the output, whose gradient comes from elsewhere; of all
@@ -154,8 +154,8 @@ def test_launches_of_a_residual_block_training():
         grad | {"rng"},  # of the dropped activation
         grad | {"x1"},
     ]
-    tables = [n for n in nodes_of(made.schedule.backward) if n.op == "norm_grad_table"]
-    assert "emb" in tables[0].outputs, "the embedding's gradient comes from the norm's sums"
+    (norm,) = (n for n in nodes_of(made.schedule.backward) if n.op == "norm_backward")
+    assert "emb" in norm.outputs, "the embedding's gradient comes from the norm's sums"
     # nothing of either pass is a concat, an addition or a pass for a bias
     assert not {"add", "norm_act_grad", "conv_dx"} & {op for op, _ in backward}
 
@@ -180,8 +180,8 @@ def test_what_is_added_to_all_pixels_is_an_embedding(summand, emb):
     module, args = Shifted(summand), (torch.randn(2, 8, 4, 4), torch.randn(emb))
     made = plan(module, args, trains=True)
     assert "emb" in next(i for op, i in launches(made, "forward") if op == "conv_fused")
-    (table,) = (n for n in nodes_of(made.schedule.backward) if n.op == "norm_grad_table")
-    assert ("emb" in table.outputs) == any(p.requires_grad for p in summand.parameters())
+    (norm,) = (n for n in nodes_of(made.schedule.backward) if n.op == "norm_backward")
+    assert ("emb" in norm.outputs) == any(p.requires_grad for p in summand.parameters())
     assert agree(in_float64(module), tuple(a.double() for a in args)) < BUDGET
 
 
@@ -251,7 +251,7 @@ def test_launches_of_an_attention_block():
         "attention",
         "conv_fused",
     ]
-    dx = next(n for n in nodes_of(made.schedule.backward) if n.op == "norm_dx")
+    dx = next(n for n in nodes_of(made.schedule.backward) if n.op == "norm_backward")
     assert "add1" in dx.inputs, "the residual's gradient is added while dx is written"
 
 
@@ -314,6 +314,8 @@ def test_every_row_is_used_by_the_networks(trains, products_on_small_images):
     given = torch.randn(2, 3, 8, 12), torch.randn(2, 6)
     plans += (plan(Embedded(16, 6), given, trains=trains),)
     plans += (plan(SumsOfOneVariance(8, 6), given, trains=trains),)
+    wide = torch.randn(2, 8, 4, 6), torch.randn(2, 6)
+    plans += (plan(Mixed(), tuple(x.bfloat16() for x in wide), trains=trains),)
     with torch.autocast("cpu", torch.bfloat16):
         normed = Normed(), (torch.randn(2, 3, 4, 6), torch.tensor([3.0, 400.0]))
         plans += (plan(*normed, trains=trains),)
@@ -523,8 +525,72 @@ def test_gradients_of_weights_are_rounded_once():
     readers = made.graph.consumers()
     grads = [v for n in made.graph.nodes if n.op in WEIGHT_GRADS for v in n.outputs.values()]
     whole = [v for v in grads if all(r is None or r.op != "cat" for r in readers.get(v, ()))]
-    assert len(whole) > 50 and all(value.dtype == torch.float32 for value in whole)
+    assert len(whole) > 40 and all(value.dtype == torch.float32 for value in whole)
     assert all(grad.shape == v.shape for v, grad in made.backward.grads.items())
+
+
+class Projected(nn.Module):
+    """Products of one embedding, of which one makes the filters of another, and one is that of a
+    result of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, n) for n in (4, 8, 4, 6))
+        self.without_bias = nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        a, b, c, filters = (layer(x) for layer in self.layers[:4])
+        scale, shift = b.chunk(2, dim=1)
+        made = F.linear(x, filters[:4], self.layers[0].bias)
+        return a * scale + shift + made * self.without_bias(x), c
+
+
+def test_products_of_an_embedding_are_one():
+    module, x = Projected().double(), torch.randn(5, 6, dtype=torch.float64)
+    nodes = plan(module, (x,), trains=True).graph.nodes
+    assert [n.out.shape[1] for n in nodes if n.op == "linear"].count(4 + 8 + 6) == 1
+    fast, of_all = accelerate(module), [*module.parameters()]
+    for results in (slice(0, 1), slice(1, 2), slice(0, 2)):
+        mine, theirs = (
+            torch.autograd.grad(
+                sum(y.square().sum() for y in f(x)[results]), of_all, allow_unused=True
+            )
+            for f in (fast, module)
+        )
+        assert [g is None for g in mine] == [g is None for g in theirs]
+        pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if a is not None]
+        assert all(torch.allclose(a, b, rtol=BUDGET) for a, b in pairs)
+
+
+@pytest.mark.parametrize(("side", "padded"), [(3, True), (5, False), (7, False)])
+def test_few_channels_are_padded_for_filters_that_tiles_fetch_at_once(side, padded):
+    conv = nn.Sequential(
+        nn.Conv2d(3, 16, side, padding=side // 2), nn.Conv2d(16, 3, side, padding=side // 2)
+    )
+    made = plan(conv.bfloat16(), (torch.randn(2, 3, 8, 8).bfloat16(),), trains=True)
+    assert ("pad_channels" in made.graph.count()) == padded
+
+
+def test_casts_that_norms_make_themselves():
+    """As of 16 bits and float32, but of float32 and float64, whose roundings are small."""
+    types = torch.float32, torch.float64
+    module, x, emb = Mixed(*types), torch.randn(2, 8, 4, 6), torch.randn(2, 6)
+    made = plan(module, (x, emb), trains=True)
+    nodes, makers = made.graph.nodes, made.graph.producers()
+    casts = [n for n in nodes if n.op == "cast" and len(n.out.shape) == 4]
+    assert all("upsample" not in {r.op for r in made.graph.consumers()[n.out]} for n in casts)
+    second = next(n for n in nodes if n.op == "norm" and len(n.many("x")) == 2)
+    assert second.out.dtype == torch.float32 and second.inputs["x0"].dtype == torch.float64
+    assert {second.inputs[role].dtype for role in ("scale", "shift")} == {torch.float32}
+    grad = next(n for n in nodes if n.op == "norm_act_grad" and len(n.many("x")) == 2)
+    assert makers[grad.inputs["da"]].op == "conv_dx" and grad.out.dtype == torch.float32
+    dys = torch.randn(2, 8, 16, 24), torch.randn(2, 8, 8, 12, dtype=torch.float64)
+    sources = [*module.parameters(), x.requires_grad_(), emb.requires_grad_()]
+    mine, theirs = (
+        torch.autograd.grad(f(x, emb), sources, dys) for f in (accelerate(module), module)
+    )
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm()
 
 
 class Beside(nn.Module):

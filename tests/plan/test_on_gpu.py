@@ -12,7 +12,7 @@ from diffusion.plan.calls import Calls
 from diffusion.plan.launch import products
 from diffusion.plan.launch.table import launch_kernels, launch_reference
 from diffusion.runtime.backend import TORCH_FP32
-from tests.plan.strangers import Normed
+from tests.plan.strangers import Mixed, Normed
 from tests.plan.test_fuse import OPTIONS
 from tests.products_in_tf32 import ProductsInTF32
 from tests.tensor_cores import tensor_cores_cut_off  # noqa: F401  a fixture
@@ -257,3 +257,29 @@ def test_layer_norms(channels, device, monkeypatch):
     ours, theirs = (torch.autograd.grad(f(x), given, dy) for f in (Accelerated(module), module))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).abs().max() <= 2e-5 * b.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 40])
+def test_images_of_several_types(width):
+    """At most twice as wrong as the module of the same types."""
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    module = Mixed(width=width).to(device)
+    exact = Mixed(torch.float64, torch.float64, width).to(device)
+    exact.load_state_dict(module.state_dict())
+    x, emb = (torch.randn(shape, device=device) for shape in ((4, width, 16, 24), (4, 6)))
+
+    def grads(run, of, low, wide):
+        y, z = run(x.to(low), emb.to(low))
+        weights = y.detach().cos().to(low), z.detach().cos().to(wide)
+        made = torch.autograd.grad((y, z), [*of.parameters()], weights)
+        return [t.detach().double() for t in (y, z, *made)]
+
+    types = torch.bfloat16, torch.float32
+    want = grads(exact, exact, torch.float64, torch.float64)
+    theirs, mine = (grads(run, module, *types) for run in (module, Accelerated(module)))
+    errors = [
+        [(a - b).norm() / b.norm() for a, b in zip(g, want, strict=True)] for g in (mine, theirs)
+    ]
+    assert all(a <= 2 * b + 1e-3 for a, b in zip(*errors, strict=True)), errors

@@ -1,6 +1,7 @@
 """The rows of the backward pass, in the order in which they are applied."""
 
 from .by_pytorch import AS_IT_IS_READ, attention_without_kernels, cast_of_parts
+from .casts import WHERE_IT_IS_READ, cast_where_it_is_made
 from .elementwise import ONE_PASS
 from .epilogue import added
 from .few_channels import few_channels
@@ -16,6 +17,7 @@ from .norms import (
     two_summands,
 )
 from .parameter_grads import bias_sums, exact_weight_grad, exact_weight_grad_of_norm
+from .products import halves_of_dx
 from .resampled import halved, pool_grad, pooled_dx, small_input_grad, small_plain_grad
 from .rewrite import NOT_IN_A_STEP, Row
 
@@ -51,7 +53,7 @@ BACKWARD_ROWS = (
     # these change what the sums of dx below are of
     Row(
         "few channels of a gradient padded", ("conv_input_grad", "conv_dw", "sum"),
-        few_channels, "0.35 % of a step of 32 images, 1.7 of 128 (H100)", ("step",)
+        few_channels, "0.35 % of a step of 32 images, 1.7 of 128 (H100)"
     ),
     Row(
         "a quarter to each of 2x2 pixels", ("upsample",), pool_grad,
@@ -91,10 +93,6 @@ BACKWARD_ROWS = (
         "one copy of the filters of a step of EDM2, and not rounded twice", ("train",)
     ),
     Row(
-        "coefficients and dx in one node", NORM_DX, coefficients,
-        "0.85 % of a step of 32 images, 0.6 of 128", ("step",)
-    ),
-    Row(
         "sums for biases together", ("sum",), bias_sums,
         "with the padded channels: 18.3 % of a step of 32 images, 7.8 of 128 (H100)",
         ("train", "step")
@@ -102,6 +100,19 @@ BACKWARD_ROWS = (
     Row(
         "parts cast where they are read", ("slice",), cast_of_parts,
         "0.8 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", NOT_IN_A_STEP
+    ),
+    Row(
+        "gradients of halves are products of their own", ("slice",), halves_of_dx,
+        "not timed yet", NOT_IN_A_STEP
+    ),
+    Row(
+        "a norm's dx is written as it is cast", ("cast",), cast_where_it_is_made,
+        "not timed yet", ("train",)
+    ),
+    WHERE_IT_IS_READ,
+    Row(
+        "coefficients and dx in one node", NORM_DX, coefficients,
+        "0.85 % of a step of 32 images, 0.6 of 128", ("train", "step")
     ),
     ONE_PASS,
     AS_IT_IS_READ,

@@ -4,7 +4,8 @@ own, because its kernels read and write any type and any steps through memory.""
 from ..graph import Node, Value
 from .rewrite import NOT_IN_A_STEP, Fusing, Row
 
-_READERS = ("act", "add", "affine", "cast", "cat", "mul", "sum")  # of rows that lie apart
+# of rows that lie apart
+_READERS = ("act", "add", "affine", "cast", "cat", "columns", "mul", "slice", "sum")
 _ROWS = ("emb", "scale", "shift")  # one for each image, which our kernels read so, too
 
 
@@ -29,6 +30,10 @@ def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
     floats = node.out.dtype.is_floating_point and node.inputs["x"].dtype.is_floating_point
     if cat is None or f.reader(cat.out, "cast") is not node or not floats:
         return None
+    for role, part in cat.inputs.items():
+        before = f.unwidened(part)
+        if before.dtype == node.out.dtype:
+            cat.inputs[role] = before
     f.write(cat, node.out, node)
     return node.out
 

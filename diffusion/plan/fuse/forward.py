@@ -1,6 +1,7 @@
 """The rows of the forward pass, in the order in which they are applied."""
 
 from .by_pytorch import AS_IT_IS_READ, WHERE_IT_LIES, cat_as_it_is_read
+from .casts import WHERE_IT_IS_READ, cast_where_it_is_made
 from .elementwise import ONE_PASS
 from .epilogue import added, epilogue_add, epilogue_factor, partials, terms_together
 from .few_channels import few_inputs, few_outputs
@@ -12,12 +13,10 @@ FORWARD_ROWS = (
     Row(
         "few channels of an image padded", ("conv",), few_inputs,
         "2.2 to 3.0 % of an evaluation, 0.3 of a step of 32 images, 1.1 of 128 (H100)",
-        ("sample", "step")
     ),
     Row(
         "few channels of a result padded", ("conv",), few_outputs,
         "0.5 to 1.5 % of an evaluation of 1 to 64 images (H100)",
-        ("sample", "step")
     ),
     Row(
         "1x1 terms one after the other", ("add",), terms_together,
@@ -62,6 +61,11 @@ FORWARD_ROWS = (
         "concatenations as they are read", ("cast",), cat_as_it_is_read,
         "0.7 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW", NOT_IN_A_STEP
     ),
+    Row(
+        "a norm writes what it is cast to", ("cast",), cast_where_it_is_made,
+        "not timed yet", ("train",)
+    ),
+    WHERE_IT_IS_READ,
     ONE_PASS,
     AS_IT_IS_READ,
     WHERE_IT_LIES,

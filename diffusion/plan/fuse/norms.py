@@ -102,7 +102,9 @@ def coefficients(f: Fusing, node: Node) -> Value | None:
     table = f.maker(node.inputs["coeff"], "norm_grad_table")
     if table is None or f.reader(node.inputs["coeff"], node.op) is not node:
         return None
-    given = table.inputs
+    given, images = table.inputs, [v for r, v in node.inputs.items() if r != "coeff"]
+    if "factor" in node.attrs or len({v.dtype for v in (*images, node.out)}) > 1:
+        return None  # which the other launch has alone
     if node.op == "norm_dx" and len(node.many("x")) > 1:
         return None
     if node.op == "skip_dx":

@@ -4,7 +4,12 @@ from ..graph import Node, Value
 from ..ops import WEIGHT_GRADS
 from .rewrite import Fusing
 
-_MOVES = ("reshape", "cat", "slice")  # of weights that were parts of one product, or became parts
+_MOVES = (
+    "reshape",
+    "cat",
+    "slice",
+    "layout",
+)  # of weights that were parts of one product, or became parts
 
 
 def exact_weight_grad(f: Fusing, node: Node) -> Value | None:

@@ -32,16 +32,7 @@ def _packed(f: Fusing, node: Node, roles: str) -> bool:
         return False
     if len({("bias" in m.inputs, m.of_matrices) for m in makers}) > 1:
         return False
-    x, first = makers[0].inputs["x"], makers[0]
-    weights = [m.inputs["weight"] for m in makers]
-    rows, ci = sum(w.shape[0] for w in weights), weights[0].shape[1]
-    inputs = {"x": x, "weight": _stacked(f, first, weights, (rows, ci))}
-    if "bias" in first.inputs:
-        inputs["bias"] = _stacked(f, first, [m.inputs["bias"] for m in makers], (rows,))
-    out = node.inputs[roles[0]]
-    outputs = {"y": ((*out.shape[:-1], rows), out.dtype)}
-    product = f.insert(first, "linear", inputs, outputs)
-    product.of_matrices, together = first.of_matrices, product.out
+    together = _together(f, makers)
     for role in roles:
         del node.inputs[role]
     node.inputs[roles] = together
@@ -49,9 +40,63 @@ def _packed(f: Fusing, node: Node, roles: str) -> bool:
     return True
 
 
+def _together(f: Fusing, products: list[Node]) -> Value:
+    """What these products of one value make, side by side, by one product."""
+    first = products[0]
+    weights = [p.inputs["weight"] for p in products]
+    rows, ci = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    inputs = {"x": first.inputs["x"], "weight": _stacked(f, first, weights, (rows, ci))}
+    if "bias" in first.inputs:
+        inputs["bias"] = _stacked(f, first, [p.inputs["bias"] for p in products], (rows,))
+    spec = {"y": ((*first.out.shape[:-1], rows), first.out.dtype)}
+    product = f.insert(first, "linear", inputs, spec)
+    product.of_matrices = first.of_matrices
+    return product.out
+
+
+def _products_of_an_embedding(f: Fusing, node: Node) -> Value | None:
+    """x W1, x W2, ... of vectors -> columns of x [W1, W2, ...]"""
+    x = node.inputs["x"]
+    if len(x.shape) != 2:
+        return None  # columns of an image would be copies
+    alike = [r for r in f.readers(x) if r is not None and _is_beside(f, r, node)]
+    operands = {p: [p.inputs[role] for role in p.inputs if role != "x"] for p in alike}
+    products = [p for p in alike if not any(f.reaches(q, *operands[p]) for q in alike)]
+    if len(products) < 2 or node not in products:
+        return None
+    together, start = _together(f, products), 0
+    for p in products:
+        stop = start + p.out.shape[1]
+        spec, ends = {"y": (p.out.shape, p.out.dtype)}, {"axis": 1, "start": start, "stop": stop}
+        f.write(f.insert(p, "slice", {"x": together}, spec, **ends), p.out, p)
+        start = stop
+    return together
+
+
+def _is_beside(f: Fusing, node: Node, other: Node) -> bool:
+    """Whether these products of the same vectors can be one: who uses some of the network's results
+    expects no gradients of what the others alone depend on."""
+
+    def what(n: Node) -> tuple:
+        results = [f.reaches(n, y) for y in f.graph.outputs] if len(f.graph.outputs) > 1 else []
+        return n.op, "bias" in n.inputs, n.of_matrices, n.inputs["x"], n.out.dtype, results
+
+    return node is other or node.op == other.op and what(node) == what(other)
+
+
 def _stacked(f: Fusing, before: Node, parts: list[Value], shape: tuple[int, ...]) -> Value:
-    inputs, outputs = numbered("x", parts), {"y": (shape, parts[0].dtype)}
-    return f.insert(before, "cat", inputs, outputs, axis=0).out
+    """These rows, one after the other. Where they are every third of one value, as EDM has q, k and
+    v, that is one copy."""
+    spec = {"y": (shape, parts[0].dtype)}
+    copies = [f.maker(part, "layout") for part in parts]
+    if None not in copies and len({(c.inputs["x"], c.attrs["pieces"]) for c in copies}) == 1:
+        first, second, *_ = offsets = [copy.attrs["offset"] for copy in copies]
+        step = second - first
+        if offsets == [first + i * step for i in range(len(offsets))]:
+            pieces = ((len(parts), step), *copies[0].attrs["pieces"])
+            inputs = {"x": copies[0].inputs["x"]}
+            return f.insert(before, "layout", inputs, spec, pieces=pieces, offset=first).out
+    return f.insert(before, "cat", numbered("x", parts), spec, axis=0).out
 
 
 def _halves(f: Fusing, value: Value) -> list[Value] | None:
@@ -61,6 +106,22 @@ def _halves(f: Fusing, value: Value) -> list[Value] | None:
         return None
     parts = cat.many("x")
     return parts if len(parts) == 2 else None
+
+
+def _halves_cast(f: Fusing, node: Node) -> list[Value] | None:
+    """The same of a concatenation that is cast for linear layers alone, each cast."""
+    x = node.inputs["x"]
+    cast = f.maker(x, "cast")
+    parts = None if cast is None else _halves(f, cast.inputs["x"])
+    if parts is None or any(r is None or r.op != "linear" for r in f.readers(x)):
+        return None
+    made = []
+    for part in parts:
+        before = f.unwidened(part)
+        if before.dtype != x.dtype:
+            before = f.insert(node, "cast", {"x": part}, {"y": (part.shape, x.dtype)}).out
+        made.append(before)
+    return made
 
 
 def _norm_of_concat(f: Fusing, node: Node) -> Value | None:
@@ -84,7 +145,7 @@ def _norm_of_concat(f: Fusing, node: Node) -> Value | None:
 
 def _pointwise_of_concat(f: Fusing, node: Node) -> Value | None:
     """cat(x1, x2) W -> x1 W1 + x2 W2"""
-    parts = _halves(f, node.inputs["x"])
+    parts = _halves(f, node.inputs["x"]) or _halves_cast(f, node)
     if parts is None:
         return None
     weight, y, start, terms = node.inputs["weight"], node.out, 0, []
@@ -103,6 +164,29 @@ def _pointwise_of_concat(f: Fusing, node: Node) -> Value | None:
     total = f.insert(node, "add", {"a": terms[0], "b": terms[1]}, {"y": (y.shape, y.dtype)})
     f.write(total, y, node)
     return y
+
+
+def _upsampled_in_16_bits(f: Fusing, node: Node) -> Value | None:
+    """upsample(float32(x)) -> float32(upsample(x)), and the other way round where that is cast to
+    16 bits: the same numbers"""
+    if node.op == "upsample":
+        made, small = "cast", f.unwidened(node.inputs["x"])
+        if small is node.inputs["x"]:
+            return None
+        part = f.insert(node, "upsample", {"x": small}, {"y": (node.out.shape, small.dtype)})
+        part.attrs, node.attrs = node.attrs, {}
+    else:
+        made, up = "upsample", f.maker(node.inputs["x"], "upsample")
+        if up is None or f.reader(up.out, "cast") is not node:
+            return None
+        small, dtype = up.inputs["x"], node.out.dtype
+        if small.dtype.itemsize <= dtype.itemsize:
+            return None
+        part = f.insert(node, "cast", {"x": small}, {"y": (small.shape, dtype)})
+        node.attrs = up.attrs
+    node.op, node.inputs = made, {"x": part.out}
+    f.take(node)
+    return part.out
 
 
 def _moments_of_upsampled(f: Fusing, node: Node) -> Value | None:
@@ -195,6 +279,14 @@ PREPARING = (
     Row(
         "k and v are one product", ("attention",), _packed_kv,
         "1.3 % of an evaluation of stable_diffusion at 1 image (H200)",
+    ),
+    Row(
+        "products of an embedding are one", ("linear",), _products_of_an_embedding,
+        "not timed yet", NOT_IN_A_STEP
+    ),
+    Row(
+        "upsampled in 16 bits", ("upsample", "cast"), _upsampled_in_16_bits,
+        "not timed yet", NOT_IN_A_STEP
     ),
     Row(
         "a norm reads the halves of a concat", ("norm_apply",), _norm_of_concat,

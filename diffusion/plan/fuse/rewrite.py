@@ -131,6 +131,11 @@ class Fusing:
         cast = self.maker(value, "cast")
         return value if cast is None else cast.inputs["x"]
 
+    def unwidened(self, value: Value) -> Value:
+        """The same numbers in fewer bits, if that is what a cast widens, or the value itself."""
+        cast = self.maker(value, "cast")
+        return cast.inputs["x"] if cast is not None and cast.widens else value
+
     def readers(self, value: Value) -> list[Node | None]:
         """The nodes that read a value, each once; None stands for the caller of the graph."""
         return [

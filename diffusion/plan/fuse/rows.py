@@ -15,6 +15,7 @@ from ..differentiate import Backward
 from ..graph import Graph, Node
 from .backward import BACKWARD_ROWS
 from .by_pytorch import WHERE_IT_LIES
+from .casts import WHERE_IT_IS_READ
 from .forward import FORWARD_ROWS
 from .preparing import PREPARING
 from .rewrite import Fusing, On, Row
@@ -79,9 +80,9 @@ def fuse(
     behind = graph.nodes
     graph.nodes, graph.outputs = [*forward, *behind], outputs
     graph.constants = constants | graph.constants
-    # what both passes read, which this row leaves where it is
+    # what both passes read
     graph.outputs = [*outputs, *backward.grads.values()]
-    _apply(graph, (WHERE_IT_LIES,), mode, tf32)
+    _apply(graph, (WHERE_IT_IS_READ, WHERE_IT_LIES), mode, tf32)
     graph.outputs = outputs
     backward.start = len(set(graph.nodes).intersection(forward))
     return None
