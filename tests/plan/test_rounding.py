@@ -93,7 +93,7 @@ def test_what_products_in_tf32_read_is_rounded(tf32):
     ops, names = rounding_of(made)
     filters = {"first.weight", "second.weight"}
     if tf32[0]:
-        assert ops == ({"norm", "norm_dx"} if tf32[1] else {"norm_dx"})
+        assert ops == ({"norm", "norm_backward"} if tf32[1] else {"norm_backward"})
         assert names == filters | {"image"} | ({"linear.weight"} if tf32[1] else set())
     else:
         assert not ops and not names
