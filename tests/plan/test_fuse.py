@@ -571,6 +571,23 @@ def test_few_channels_are_padded_for_filters_that_tiles_fetch_at_once(side, padd
     assert ("pad_channels" in made.graph.count()) == padded
 
 
+class InRows(nn.Module):
+    """A convolution of images [N, H, W, C]."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(8, 3, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+def test_results_of_few_channels_lie_side_by_side():
+    """Also where nothing moves them behind the convolution that writes them."""
+    fast = accelerate(InRows().bfloat16())
+    assert fast(torch.randn(2, 4, 4, 8).bfloat16()).is_contiguous()
+
+
 def test_casts_that_norms_make_themselves():
     """As of 16 bits and float32, but of float32 and float64, whose roundings are small."""
     types = torch.float32, torch.float64

@@ -33,8 +33,11 @@ def few_outputs(f: Fusing, node: Node) -> Value | None:
     y = node.out
     if not f.is_few(y) or not has_epilogue(f, node):
         return None
-    if any(r is not None and r.op not in ("cast", "layout") for r in f.readers(y)):
+    readers = f.readers(y)
+    if any(r is not None and r.op not in ("cast", "layout") for r in readers):
         return None  # others want pixels side by side
+    if f.mode == "train" and None in readers:
+        return None  # as does who called
     wide = f.graph.value(f"{y.name}.wide", (*y.shape[:3], f.few), y.dtype)
     spec = {"y": (y.shape, y.dtype)}
     columns = f.insert(node, "columns", {"x": wide}, spec, start=0, stop=y.shape[3])
