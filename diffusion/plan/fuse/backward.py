@@ -103,11 +103,12 @@ BACKWARD_ROWS = (
     ),
     Row(
         "gradients of halves are products of their own", ("slice",), halves_of_dx,
-        "not timed yet", NOT_IN_A_STEP
+        "2.0 % of a step of denoising-diffusion-pytorch's UNet at 64 images of 64x64 (predicted)",
+        ("train",)
     ),
     Row(
         "a norm's dx is written as it is cast", ("cast",), cast_where_it_is_made,
-        "not timed yet", ("train",)
+        "0.6 % of a step of DiffAE's UNet at 16 images of 128x128 (predicted)", ("train",)
     ),
     WHERE_IT_IS_READ,
     Row(

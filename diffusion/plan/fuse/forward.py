@@ -63,7 +63,7 @@ FORWARD_ROWS = (
     ),
     Row(
         "a norm writes what it is cast to", ("cast",), cast_where_it_is_made,
-        "not timed yet", ("train",)
+        "1.1 % of a step of DiffAE's UNet at 16 images of 128x128 (predicted)", ("train",)
     ),
     WHERE_IT_IS_READ,
     ONE_PASS,

@@ -286,7 +286,8 @@ PREPARING = (
     ),
     Row(
         "upsampled in 16 bits", ("upsample", "cast"), _upsampled_in_16_bits,
-        "not timed yet", NOT_IN_A_STEP
+        "1.3 % of a step of DiffAE's UNet at 16 images of 128x128, 2.1 of that of "
+        "denoising-diffusion-pytorch at 64 of 64x64 (predicted)", NOT_IN_A_STEP
     ),
     Row(
         "a norm reads the halves of a concat", ("norm_apply",), _norm_of_concat,
