@@ -185,7 +185,8 @@ def rehearsed(case: Case, variant: str, gpu: Device, claims: Path | None = None)
 def _rehearse(case: Case, checked: bool = False) -> None:
     if _is_other(case.model):
         host = torch.device("cpu")
-        accelerated.runner(case.kind, case.model, case.batch, host, Accelerated)()
+        model = accelerated.Model(case.model)
+        accelerated.runner(case.kind, model, case.batch, host, Accelerated)()
     else:
         rehearse(case, checked)
 
@@ -287,7 +288,8 @@ def time_case(case: Case, variants: Sequence[str], turns: int, device: torch.dev
 
 def _step(case: Case, device: torch.device) -> Step:
     if _is_other(case.model):
-        run = accelerated.runner(case.kind, case.model, case.batch, device, Accelerated)
+        model = accelerated.Model(case.model)
+        run = accelerated.runner(case.kind, model, case.batch, device, Accelerated)
         return Step(lambda _: run(), lambda: accelerated.captured(run))
     build = build_step if case.kind == "train" else evaluation_step
     return build(f"{OURS}-{case.precision}", case.model, case.batch, device)

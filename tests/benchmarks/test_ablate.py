@@ -42,6 +42,13 @@ def test_a_row_of_the_fuse_table_that_is_left_out_changes_the_launches():
     assert "skip_dx_kernel" in two and "skip_dx_kernel" not in two.split("->")[1]
 
 
+@pytest.mark.long
+def test_a_row_of_the_plan_of_a_module_of_ones_own():
+    (_, said) = said_of("model=examples/own_module.py:make", "rows=embedding are one")
+    with_row, without = said.split("->")
+    assert "1 conv_forward_kernel" in with_row and "6 conv_forward_kernel" in without
+
+
 def test_a_row_that_changes_calls_of_pytorch_alone_is_timed():
     same = {"launches": ["a kernel"], "taken": {}}
     found = {

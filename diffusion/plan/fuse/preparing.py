@@ -282,7 +282,7 @@ PREPARING = (
     ),
     Row(
         "products of an embedding are one", ("linear",), _products_of_an_embedding,
-        "not timed yet", NOT_IN_A_STEP
+        "with the padded channels: 2.4 % of a step of EDM's DDPM++ at 64 images", NOT_IN_A_STEP
     ),
     Row(
         "upsampled in 16 bits", ("upsample", "cast"), _upsampled_in_16_bits,
