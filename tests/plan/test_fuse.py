@@ -549,6 +549,8 @@ def test_products_of_an_embedding_are_one():
     module, x = Projected().double(), torch.randn(5, 6, dtype=torch.float64)
     nodes = plan(module, (x,), trains=True).graph.nodes
     assert [n.out.shape[1] for n in nodes if n.op == "linear"].count(4 + 8 + 6) == 1
+    many = plan(module, (torch.randn(50, 6, dtype=torch.float64),), trains=True).graph
+    assert many.count()["linear"] == 6, "columns of so many rows would be copies"
     fast, of_all = accelerate(module), [*module.parameters()]
     for results in (slice(0, 1), slice(1, 2), slice(0, 2)):
         mine, theirs = (

@@ -62,7 +62,8 @@ def _products_of_an_embedding(f: Fusing, node: Node) -> Value | None:
     alike = [r for r in f.readers(x) if r is not None and _is_beside(f, r, node)]
     operands = {p: [p.inputs[role] for role in p.inputs if role != "x"] for p in alike}
     products = [p for p in alike if not any(f.reaches(q, *operands[p]) for q in alike)]
-    if len(products) < 2 or node not in products:
+    few = x.shape[0] <= sum(p.out.shape[1] for p in products)  # not the rows of a sequence
+    if len(products) < 2 or node not in products or not few:
         return None
     together, start = _together(f, products), 0
     for p in products:
