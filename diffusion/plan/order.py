@@ -20,7 +20,7 @@ from .ops import WEIGHT_GRADS
 from .weight_grads import weight_grads_together
 
 SMALL = (  # what makes of gradients of weights those of parameters
-    "sum", "cast", "reshape", "slice", "add", "mul", "affine", "cat", "pad", "layout",
+    "sum", "cast", "reshape", "slice", "columns", "add", "mul", "affine", "cat", "pad", "layout",
     "layout_grad", "embedding_grad", "arith_grad", "elementwise", "row_sums", "bias_grad",
     "bias_grads",
 )  # fmt: skip

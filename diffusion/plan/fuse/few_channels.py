@@ -55,8 +55,8 @@ def _is_large(filters: Value) -> bool:
 def few_channels(f: Fusing, node: Node) -> Value | None:
     """A gradient with three channels, or an image, is read with 16"""
     changed = False
-    if node.op != "sum" and _is_large(node.inputs.get("weight", node.out)):
-        return None
+    if node.op != "sum" and (not node.keeps_size or _is_large(node.inputs.get("weight", node.out))):
+        return None  # as a layer without an epilogue, in forward
     for role in {"conv_dw": ("dy", "x"), "conv_input_grad": ("dy",), "sum": ("x",)}[node.op]:
         value = node.inputs[role]
         if node.op == "sum" and (f.mode != "step" or f.maker(value) is not None):
