@@ -68,6 +68,7 @@ LONGER = {"flow, shift 3": 1000}  # steps
 QUICK = ("v", "EDM", "soft min-SNR", "P2", "loss-aware", "flow, logit-normal")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OBJECTIVES],

@@ -83,6 +83,7 @@ SMALL = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SMALL)
 def test_float32_is_exact(name, device):
     found = errors(*SMALL[name], device)

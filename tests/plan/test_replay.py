@@ -84,6 +84,7 @@ def steps(network, device, count=6):
     return found
 
 
+@pytest.mark.long
 def test_training_takes_the_same_steps(graphs):
     device, replayed = graphs
     launched, fast = accelerate(small(device), capture=False), accelerate(small(device))
@@ -93,6 +94,7 @@ def test_training_takes_the_same_steps(graphs):
         assert torch.equal(p, q)
 
 
+@pytest.mark.long
 def test_under_autocast_and_with_dropout(graphs):
     """Each call draws anew, and what a call draws is that of the launched one."""
     device, replayed = graphs
@@ -150,6 +152,7 @@ def same(some, others):
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+@pytest.mark.long
 def test_gradients_are_accumulated(graphs):
     device, replayed = graphs
     fast = accelerate(small(device))
