@@ -83,12 +83,14 @@ class Node:
         return *self.inputs.values(), *self.outputs.values()
 
     @property
+    def casts_floats(self) -> bool:
+        """Whether it is a cast between floating-point types."""
+        return self.op == "cast" and all(v.dtype.is_floating_point for v in self.values)
+
+    @property
     def widens(self) -> bool:
-        """Whether it is a cast of floating-point numbers that loses nothing."""
-        if self.op != "cast":
-            return False
-        x, y = self.inputs["x"].dtype, self.out.dtype
-        return x.is_floating_point and y.is_floating_point and x.itemsize < y.itemsize
+        """Whether it is one that loses nothing."""
+        return self.casts_floats and self.inputs["x"].dtype.itemsize < self.out.dtype.itemsize
 
     @property
     def is_view(self) -> bool:
@@ -129,7 +131,7 @@ class Makers(dict[Value, Node]):
     def behind(self, value: Value, *ops: str) -> Value:
         """What a value is made of by these ops; of casts, by those between floating-point types."""
         while (node := self.of(value, *ops)) is not None:
-            if node.op == "cast" and not all(v.dtype.is_floating_point for v in node.values):
+            if node.op == "cast" and not node.casts_floats:
                 break
             value = node.inputs["x"]
         return value

@@ -27,8 +27,7 @@ def cast_of_parts(f: Fusing, node: Node) -> Value | None:
 def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
     """A concatenation that only a cast reads is written in that type"""
     cat = f.maker(node.inputs["x"], "cat")
-    floats = node.out.dtype.is_floating_point and node.inputs["x"].dtype.is_floating_point
-    if cat is None or f.reader(cat.out, "cast") is not node or not floats:
+    if cat is None or f.reader(cat.out, "cast") is not node or not node.casts_floats:
         return None
     for role, part in cat.inputs.items():
         before = f.unwidened(part)

@@ -4,12 +4,8 @@ from ..graph import Node, Value
 from ..ops import WEIGHT_GRADS
 from .rewrite import Fusing
 
-_MOVES = (
-    "reshape",
-    "cat",
-    "slice",
-    "layout",
-)  # of weights that were parts of one product, or became parts
+# of weights that were parts of one product, or became parts
+_MOVES = ("reshape", "cat", "slice", "layout")
 
 
 def exact_weight_grad(f: Fusing, node: Node) -> Value | None:
