@@ -182,6 +182,8 @@ def _long_attention() -> None:
         (16, 1000, 6, 128, torch.float16, "heads_qkv"),
         (16, 4096, 8, 40, torch.bfloat16, "qkv_heads"),
         (16, 1000, 8, 80, torch.bfloat16, "qkv_heads"),
+        (128, 256, 1, 256, torch.bfloat16, "qkv_heads"),
+        (16, 300, 8, 160, torch.float16, "heads_qkv"),
     ):
         qkv = torch.empty(n, t, 3 * heads * d, dtype=dtype)
         o, lse = triton_kernels.fused_ops.attention_forward(qkv, heads, order)

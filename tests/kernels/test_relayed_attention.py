@@ -95,7 +95,9 @@ def test_programs_that_do_not_fit_the_gpu_would_wait_for_ever():
         (192, 1024, 48, RelayedTile),
         (128, 1024, 80, RelayedTile),
         (192, 1024, 44, BwdConfig),
-        (192, 1024, 256, BwdConfig),
+        (192, 1024, 256, RelayedTile),
+        (128, 256, 256, RelayedTile),
+        (192, 1024, 264, BwdConfig),
     ],
 )
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -111,8 +113,9 @@ def test_what_was_fastest_is_taken(n, t, d, kind, dtype):
         ("a100", AttentionSpec(8, "bf16", 1024, 64, grad=True), "wgmma"),
         ("b200", AttentionSpec(8, "bf16", 1024, 64, grad=True), "wgmma"),
         ("h200", AttentionSpec(8, "tf32", 1024, 64, grad=True), "32 bits"),
-        ("h200", AttentionSpec(8, "bf16", 1024, 44, grad=True), "multiples of 8, 24 to 128"),
+        ("h200", AttentionSpec(8, "bf16", 1024, 44, grad=True), "multiples of 8, 24 to 256"),
         ("h200", AttentionSpec(8, "bf16", 128, 128, grad=True), "the keys of one program"),
+        ("h200", AttentionSpec(8, "bf16", 4096, 256, grad=True), "64 programs that wait"),
         ("h200", AttentionSpec(8, "bf16", 8192, 64, grad=True), "64 programs that wait"),
         ("h200", AttentionSpec(8, "bf16", 1024, 64, grad=True, fetchable=False), "TMA cannot read"),
     ],
@@ -198,7 +201,7 @@ def test_gpu_config_of_other_kinds(config, d, dtype, order, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, order", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("t", [129, 1000])
-@pytest.mark.parametrize("d", [24, 40, 56, 80, 96])
+@pytest.mark.parametrize("d", [24, 40, 56, 80, 96, 160, 232])
 def test_gpu_heads_that_do_not_fill_a_tile(d, t, dtype, order, device):
     """They lie side by side, so a tile would read and write the next head."""
     (config,) = relayed_tiles(AttentionSpec(1, "bf16", t, d, grad=True), H200)

@@ -50,9 +50,15 @@ class RelayedTile(NamedTuple):
 # These run where they were measured to be faster; for heads that do not fit shared memory, also
 # where their costs say so
 RELAYED_CONFIGS = (RelayedTile(64, 4), RelayedTile(32, 4))
-DIMS = (32, 64, 128)  # channels of tiles, which heads fill or are padded to
-KEEP = 128  # keys of a program: two warpgroups of 64
+DIMS = (32, 64, 128, 256)  # channels of tiles, which heads fill or are padded to
+_WARPS = 8  # that multiply
 _SHARE = 4  # one multiprocessor in so many has a program of the same head, at most
+
+
+def keys_of(d: int) -> int:
+    """Keys of a program: 64 of each of the two warpgroups or, of heads so wide that dk and dv of 64
+    keys take both of them, 64 that they share."""
+    return 64 if block_d(d) > 128 else 128
 
 
 def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
@@ -60,9 +66,10 @@ def refuse(spec: AttentionSpec, gpu: Device) -> str | None:
     programs a head than are sure to run at the same time."""
     if reason := refuse_heads(spec, gpu, DIMS, padded=True):
         return reason
-    if spec.t <= KEEP:
+    keys = keys_of(spec.d)
+    if spec.t <= keys:
         return f"{spec.t} positions, the keys of one program"
-    programs, most = triton.cdiv(spec.t, KEEP), gpu.num_sms // _SHARE
+    programs, most = triton.cdiv(spec.t, keys), gpu.num_sms // _SHARE
     if programs > most:
         return (
             f"{spec.t} positions are {programs} programs that wait for each other; at most {most}"
@@ -80,39 +87,40 @@ def relayed_cost(spec: AttentionSpec, gpu: Device, config: RelayedTile) -> float
     """Microseconds, fitted like `streamed.kept_cost`, with the kernel before it, which reads o and
     do."""
     d = block_d(spec.d)
-    step = (0.58 + 0.015 * d) * config.step / 64  # of 128 keys
-    parts = math.ceil(spec.t / KEEP)
+    keys = keys_of(spec.d)
+    # as long for 64 keys that two warpgroups share as for 128
+    step = (0.58 + 0.015 * d) * config.step / 64
+    parts = math.ceil(spec.t / keys)
     front = 4 * spec.n * spec.t * spec.d / 2.7e6
-    start, steps = 1.2 + 0.095 * d, parts * KEEP // config.step
+    start, steps = (1.2 + 0.095 * d) * keys / 128, parts * keys // config.step
     us = front + in_waves(spec.n * parts, gpu.num_sms, start, steps * step)
     return us if is_long(spec, gpu) else math.inf
 
 
 def _backward(config: RelayedTile, operands: BwdOperands) -> Tensor | None:
-    """dqkv, and rows of `BwdOperands`, of blocks of `KEEP` positions."""
+    """dqkv, and rows of `BwdOperands`, of blocks of `keys_of` positions."""
     (step, slots), (do, qkv, _, _, o, lse, dqkv, _, _, constants) = config, operands
     n, t, _ = qkv.shape
-    rows = operands.rows(KEEP)
-    heads, width = constants["num_heads"], constants["BLOCK_D"]
-    parts = triton.cdiv(t, KEEP)
+    heads, width, keys = constants["num_heads"], constants["BLOCK_D"], keys_of(constants["D"])
+    rows, parts = operands.rows(keys), triton.cdiv(t, keys)
     delta, dq, flags = (
         qkv.new_empty((n, heads, *shape), dtype=torch.float32)
-        for shape in ((t,), (parts * KEEP, width), (parts * KEEP // step,))
+        for shape in ((t,), (parts * keys, width), (parts * keys // step,))
     )
     flags = flags.view(torch.int32)
     grid = (n * heads * parts,)
     attention_bwd_delta_kernel[grid](
         do, o, delta, flags, heads,
-        T=t, D=constants["D"], BLOCK_D=width, ROWS=KEEP, FLAGS=KEEP // step, num_warps=4,
+        T=t, D=constants["D"], BLOCK_D=width, ROWS=keys, FLAGS=keys // step, num_warps=4,
         **overlapping(qkv.device),
     )  # fmt: skip
     attention_bwd_relayed_kernel[grid](
-        by_heads(qkv, step, constants), by_heads(qkv, KEEP, constants),
+        by_heads(qkv, step, constants), by_heads(qkv, keys, constants),
         by_heads(do, step, constants), by_heads(dqkv, step, constants),
-        by_heads(dqkv, KEEP, constants), lse, delta, dq, flags, rows,
-        **shared(constants, "D", "BLOCK_D"), KEYS=KEEP, STEP=step, SLOTS=slots,
+        by_heads(dqkv, keys, constants), lse, delta, dq, flags, rows,
+        **shared(constants, "D", "BLOCK_D"), KEYS=keys, STEP=step, SLOTS=slots,
         # the three warps that do not multiply take the registers of four
-        num_warps=KEEP // 16, maxnreg=thread_registers(12 * WARP), **following(qkv.device),
+        num_warps=_WARPS, maxnreg=thread_registers(12 * WARP), **following(qkv.device),
     )  # fmt: skip
     return rows
 

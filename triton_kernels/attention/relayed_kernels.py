@@ -56,6 +56,7 @@ class _Memory:
     full: gl.shared_memory_descriptor  # keys and values
     ring: Ring
     ds_bufs: gl.shared_memory_descriptor
+    p_bufs: gl.shared_memory_descriptor  # or None: p is in registers
     done: gl.shared_memory_descriptor  # with a slot of the ring, dq being added
     allowed: gl.shared_memory_descriptor  # to add dq of an even step, or of an odd one
 
@@ -67,6 +68,15 @@ class _Memory:
 
 
 # --- the warps that multiply ----------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _of_keys(keys, columns, warps):
+    """The layout of [keys, columns]. Warpgroups that have no keys of their own share columns."""
+    sharing = 16 * warps // keys
+    return gl.NVMMADistributedLayout(
+        [3, 0], [warps // sharing, sharing], [16, columns // sharing, 16]
+    )
 
 
 @gluon.constexpr_function
@@ -112,6 +122,30 @@ def _weights(s, memory, program, m, scale_log2, T: gl.constexpr):
 
 
 @gluon.jit
+def _weigh(weights, memory, m, LAYOUT: gl.constexpr):
+    """p of step m, the left operand of dv: in registers or, where a warp has not all queries of its
+    keys, in shared memory."""
+    p = round_pairs(weights, memory.k_buf.dtype)
+    if memory.p_bufs is None:
+        return gl.convert_layout(p, LAYOUT)
+    else:
+        buf = memory.p_bufs.index(m % 2)
+        buf.store(p)
+        fence_async_shared()
+        sync_threads()
+        return buf
+
+
+@gluon.jit
+def _left_of(ds, ds_buf, memory, LAYOUT: gl.constexpr):
+    """The left operand of dk, where that of dv is."""
+    if memory.p_bufs is None:
+        return gl.convert_layout(ds, LAYOUT)
+    else:
+        return ds_buf
+
+
+@gluon.jit
 def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr, D: gl.constexpr):
     dtype: gl.constexpr = memory.k_buf.dtype
     KEYS: gl.constexpr = memory.k_buf.shape[2]
@@ -120,12 +154,12 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr, D
     SHARE: gl.constexpr = program.SHARE
     BLOCKS: gl.constexpr = program.BLOCKS
     SLOTS: gl.constexpr = memory.ring.SLOTS
-    WARPS: gl.constexpr = KEYS // 16
+    WARPS: gl.constexpr = gl.num_warps()
     TURNED: gl.constexpr = STEP < 64  # dq^T is computed
     ROWS: gl.constexpr = BLOCK_D if TURNED else STEP
     COLUMNS: gl.constexpr = STEP if TURNED else BLOCK_D
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, STEP, 16])
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_D, 16])
+    SCORES: gl.constexpr = _of_keys(KEYS, STEP, WARPS)
+    OUT: gl.constexpr = _of_keys(KEYS, BLOCK_D, WARPS)
     OUT_Q: gl.constexpr = _of_dq(STEP, BLOCK_D, WARPS)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -151,7 +185,7 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr, D
     dp = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(1, deps=(s,))
     weights = _weights(s, memory, program, 0, scale_log2, T)
-    p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
+    p = _weigh(weights, memory, 0, LEFT)
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     # A step ends with the softmax of the next one, when dp of that is there. So nothing but dv is
@@ -173,7 +207,7 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr, D
         sync_threads()
         # all have added dq of the step before, and done with its q and do
         mbarrier.arrive(memory.done.index((m + SLOTS - 1) % SLOTS), count=1, pred=m > 0)
-        ds_left = gl.convert_layout(ds, LEFT)
+        ds_left = _left_of(ds, ds_buf, memory, LEFT)
         q = matrix(ring.bufs[0].index(slot))
         dk = warpgroup_mma(ds_left, q, dk, is_async=True)
         if TURNED:
@@ -184,7 +218,7 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr, D
         do_right = do_after.permute((1, 0))
         dp = warpgroup_mma(v_here, do_right, zeros, use_acc=False, is_async=True)
         weights = _weights(s, memory, program, m + 1, scale_log2, T)
-        p = gl.convert_layout(round_pairs(weights, dtype), LEFT)
+        p = _weigh(weights, memory, m + 1, LEFT)
         dv = warpgroup_mma(p, do_after, dv, is_async=True)
         dp, dk, dq, ds_left = warpgroup_mma_wait(1, deps=(dp, dk, dq, ds_left))
         dk = warpgroup_mma_init(dk)
@@ -198,7 +232,7 @@ def _differentiate(memory, program, dkv_desc, dq_desc, scale, T: gl.constexpr, D
     fence_async_shared()
     sync_threads()
     mbarrier.arrive(memory.done.index((LAST - 1) % SLOTS), count=1)
-    ds_left = gl.convert_layout(ds, LEFT)
+    ds_left = _left_of(ds, ds_buf, memory, LEFT)
     q = matrix(ring.bufs[0].index(LAST % SLOTS))
     dk = warpgroup_mma(ds_left, q, dk, is_async=True)
     if TURNED:
@@ -349,10 +383,16 @@ def attention_bwd_relayed_kernel(
     lse_bufs = gl.allocate_shared_memory(gl.float32, [SLOTS, STEP], FLAT)
     delta_bufs = gl.allocate_shared_memory(gl.float32, [SLOTS, STEP], FLAT)
     ds_bufs = gl.allocate_shared_memory(dtype, [2, KEYS, STEP], SQUARE)
+    if KEYS < 16 * num_warps:
+        p_bufs = gl.allocate_shared_memory(dtype, [2, KEYS, STEP], SQUARE)
+    else:
+        p_bufs = None
     full = new_barriers(1)
     # of a slot TMA and the threads beside it write a part each
     ring = new_ring((q_bufs, do_bufs, lse_bufs, delta_bufs), SLOTS, 1, 2)
-    memory = _Memory(k_buf, v_buf, full, ring, ds_bufs, new_barriers(SLOTS), new_barriers(2))
+    memory = _Memory(
+        k_buf, v_buf, full, ring, ds_bufs, p_bufs, new_barriers(SLOTS), new_barriers(2)
+    )
     fence_async_shared()
     sync_threads()
     await_inputs()

@@ -8,7 +8,8 @@ it. Two kernels share that loop, and differ in who loads:
   while another multiplies. A block is fetched when all have read the one before it in its slot.
 - `streamed`: one program, whose warpgroups multiply, 64 queries each, and have most of the
   registers; a warp beside them loads (FlashAttention-3, Shah et al. 2024, without its turns).
-  So two matrices of 64 x 128 of scores and results fit: what heads of 128 need.
+  So two matrices of 64 x 128 of scores and results fit, what heads of 128 need, or 64 x 64 and
+  64 x 256.
 """
 
 import math
@@ -52,10 +53,10 @@ class StreamedTile(NamedTuple):
 # These run where they were measured to be faster; for heads that do not fit shared memory, also
 # where their costs say so
 KEPT_CONFIGS = (KeptTile(128, 64, 4), KeptTile(64, 64, 2))
-STREAMED_CONFIGS = (StreamedTile(2, 128, 2, 240),)
+STREAMED_CONFIGS = (StreamedTile(2, 128, 2, 240), StreamedTile(2, 64, 2, 240))
 # channels of tiles, which heads fill or are padded to
 KEPT_DIMS = (16, 32, 64)  # of 128, results alone take half of a thread's 128 registers
-STREAMED_DIMS = (16, 32, 64, 128)
+STREAMED_DIMS = (16, 32, 64, 128, 256)
 _KEPT_THREADS = 512  # of programs that fit a multiprocessor together
 
 
@@ -67,6 +68,11 @@ def refuse_kept(spec: AttentionSpec, gpu: Device) -> str | None:
 def refuse_streamed(spec: AttentionSpec, gpu: Device) -> str | None:
     """Why `streamed` cannot, likewise."""
     return refuse_heads(spec, gpu, STREAMED_DIMS, padded=True)
+
+
+def streamed_tiles(spec: AttentionSpec, gpu: Device) -> list[StreamedTile]:
+    """With 256 channels, results and shared memory leave room for 64 keys."""
+    return [c for c in STREAMED_CONFIGS if c.step == (64 if block_d(spec.d) > 128 else 128)]
 
 
 def kept_cost(spec: AttentionSpec, gpu: Device, config: KeptTile) -> float:
@@ -83,9 +89,10 @@ def kept_cost(spec: AttentionSpec, gpu: Device, config: KeptTile) -> float:
 
 def streamed_cost(spec: AttentionSpec, gpu: Device, config: StreamedTile) -> float:
     """Microseconds, fitted like `kept_cost`. A multiprocessor has one program."""
-    step = 0.63 + 0.0080 * block_d(spec.d)  # of 128 keys
+    d = block_d(spec.d)
+    start, step = max(2.8, 0.022 * d), (0.63 + 0.0080 * d) * config.step / 128
     programs = spec.n * math.ceil(spec.t / (64 * config.groups))
-    us = in_waves(programs, gpu.num_sms, 2.8, math.ceil(spec.t / config.step) * step)
+    us = in_waves(programs, gpu.num_sms, start, math.ceil(spec.t / config.step) * step)
     return us if is_long(spec, gpu) else math.inf
 
 
@@ -118,6 +125,6 @@ KEPT = Kernel(
     "kept", KeptTile, refuse_kept, lambda *_: KEPT_CONFIGS, kept_cost, launch=_forward_kept
 )
 STREAMED = Kernel(
-    "streamed", StreamedTile, refuse_streamed, lambda *_: STREAMED_CONFIGS, streamed_cost,
+    "streamed", StreamedTile, refuse_streamed, streamed_tiles, streamed_cost,
     launch=_forward_streamed,
 )  # fmt: skip

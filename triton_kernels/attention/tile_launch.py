@@ -15,17 +15,18 @@ from . import relayed
 from .hopper import is_long
 from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .operands import BwdOperands, FwdOperands
-from .tiles import BwdConfig, Tile, block_d, bwd_config, bwd_tiles, fwd_tiles, refuse, work
+from .tiles import BwdConfig, Tile, block_d, bwd_tiles, fwd_tiles, refuse, work
 
 
 def tiles_grad_cost(spec: AttentionSpec, gpu: Device, config: BwdConfig) -> float:
     """Microseconds of the default tile where `relayed` can run; elsewhere no other kernel is
     compared with it. Several of its small programs fit a multiprocessor, so waves are not
-    counted."""
-    if relayed.refuse(spec, gpu) is not None or config != bwd_config(spec):
+    counted; of wide heads one does, so that nothing runs beside its exponentials."""
+    if relayed.refuse(spec, gpu) is not None or config != bwd_tiles(spec, gpu)[0]:
         return math.inf
     blocks, d = math.ceil(spec.t / 64), block_d(spec.d)
-    program = 0.06 * d - 0.3 + blocks * (0.32 + 0.0125 * d)  # us of both kernels
+    alone = 2 if d > 128 else 1
+    program = 0.06 * d - 0.3 + blocks * alone * (0.32 + 0.0125 * d)  # us of both kernels
     us = max(1.0, spec.n * blocks / gpu.num_sms) * program
     return us if is_long(spec, gpu) else math.inf
 
