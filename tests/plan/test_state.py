@@ -668,6 +668,23 @@ def _called(net, train, calls=3):
     return found
 
 
+@pytest.mark.parametrize("known", [False, True])
+def test_a_file_that_python_does_not_know_by_its_name(known, tmp_path, monkeypatch):
+    """Since it was loaded by its path, without an entry in sys.modules, or into another since."""
+    path = tmp_path / "net_by_path.py"
+    path.write_text(
+        "CALLS = 0\n\n\ndef add(net, y):\n    global CALLS\n    CALLS += 1\n    return y + CALLS\n"
+    )
+    spec = importlib.util.spec_from_file_location("net_by_path", path)
+    file, other = (importlib.util.module_from_spec(spec) for _ in range(2))
+    spec.loader.exec_module(file)
+    if known:
+        monkeypatch.setitem(sys.modules, "net_by_path", other)
+    with pytest.raises(PlanError, match="changes CALLS of .*net_by_path"):
+        accelerate(Net(file.add))(torch.ones(1, 3, 2, 2))
+    assert file.CALLS == 0
+
+
 def test_objects_of_libraries_without_tensors_are_not_looked_into(tmp_path, monkeypatch):
     """Such as a notebook's shell, of which other threads write the history."""
     monkeypatch.setattr(known_files, "_INSTALLED", (str(tmp_path),))

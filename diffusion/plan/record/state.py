@@ -166,7 +166,7 @@ class State:
             self._caches[id(y)] = y, y.cache_info().misses
             self._meet(y.__wrapped__, place, rest)
         elif role == "function" and self._near != set() and is_theirs(y.__module__):
-            self._met.add(y.__module__)
+            self._met |= {y.__module__, self._file_of(y)}
             self._meet_variables(y, Place(id(y), "", y.__qualname__, False), rest)
         elif role == "class":
             for kind in y.__mro__:
@@ -182,6 +182,17 @@ class State:
                 rest.append((y.__dict__, place, False))
             if role == "object":
                 self._meet(type(y), None, rest)
+
+    def _file_of(self, function: FunctionType) -> str:
+        """The name of the file whose variables it reads, which Python may not know by it: one that
+        was loaded by its path, or since by another's."""
+        names = function.__globals__
+        name = str(names.get("__name__"))
+        known = getattr(sys.modules.get(name), "__dict__", None)
+        if known is not names and is_theirs(name):
+            name = f"{name} of {id(names)}" if name in sys.modules else name
+            self._files[name] = names
+        return name
 
     def _may_keep(self, file: str) -> bool:
         """Whether objects of its classes: not a notebook's shell, or a library's loggers."""
