@@ -2,8 +2,9 @@
 
 A number of dropout, a hook, a layer that took another's place, or a switch of an adapter decides
 what the forward pass computes, and no argument tells; so does a method or a number of a class that
-somebody replaces. So the names that the recording read are noted, with what is there, and compared
-in every call. Parameters and buffers are not among them: a call reads them anew.
+somebody replaces, or a variable of a file that its code names. So the names that the recording read
+are noted, with what is there, and compared in every call. Parameters and buffers are not among
+them: a call reads them anew.
 """
 
 import threading
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .record.contents import contents, hidden_in
+from .record.contents import LARGE, contents, hidden_in
+from .record.recording import Recording
+from .record.variables import variables_of
 from .trees import state_of
 
 _NOTHING = object()  # where no instance has the name: a method of the class, for example
@@ -59,7 +62,7 @@ def reads_of() -> Iterator[Names]:
 class Reads:
     """What was read, as it is now."""
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, recording: Recording | None = None) -> None:
         self.empty: list[tuple[Mapping, str, type]] = []  # such as the hooks of most parts
         self.equal: list[tuple[Mapping, str, Any]] = []
         self.inner: list[tuple[Mapping, str, Any]] = []  # with what is in it
@@ -77,6 +80,11 @@ class Reads:
                 self.missing.append((part, name))
                 self._note(part._modules, name)  # where it may be put
         for (_, name), at in of_classes.items():
+            self._note(at, name)
+        methods = [
+            f for (_, name), at in of_classes.items() if isinstance(f := at[name], FunctionType)
+        ]
+        for at, name in _variables_of(recording, methods) if recording else ():
             self._note(at, name)
 
     def _note(self, at: Mapping, name: str) -> None:
@@ -105,6 +113,32 @@ class Reads:
     def missing_of(self, module: nn.Module) -> set[str]:
         """The names that it was asked for and does not have."""
         return {name for part, name in self.missing if part is module}
+
+
+def _variables_of(
+    recording: Recording, methods: list[FunctionType]
+) -> Iterator[tuple[Mapping, str]]:
+    """Those of numbers and the like that the forward pass does not change itself (`kept`)."""
+    for at, name in variables_of(recording.code | {f.__code__: f.__globals__ for f in methods}):
+        changed = {(id(at), name), (id(at[name]), None)}
+        if changed.isdisjoint(recording.left) and _is_plain(at[name]):
+            yield at, name
+
+
+def _is_plain(x: Any, depth: int = 3) -> bool:
+    """Whether it is a number, a word, a function, a tensor or the like, or all that is in it, as in
+    a configuration."""
+    if isinstance(x, ModuleType | nn.Module):
+        return False
+    if _is_fixed(x) or isinstance(x, Tensor):
+        return True
+    if isinstance(x, dict):  # but none that imports what is asked of it
+        inner = x.values() if type(x).values is dict.values else [x]
+    elif isinstance(x, list | tuple | set):
+        inner = x
+    elif not (inner := state_of(x).values()):
+        return False
+    return depth > 0 and len(inner) <= LARGE and all(_is_plain(y, depth - 1) for y in inner)
 
 
 def _class_with(part: nn.Module, name: str) -> type | None:

@@ -152,6 +152,63 @@ def test_what_changes_in_classes_counts(what):
     torch.testing.assert_close(fast(x), module(x))
 
 
+GAIN, OPTIONS, CONFIG, TABLE = 2.0, {"gain": [2.0]}, SimpleNamespace(gain=2.0), torch.ones(3, 1, 1)
+
+
+class Settings:
+    gain = 2.0
+
+
+def _gain():
+    return GAIN
+
+
+OF_FILES = {
+    "a number": (lambda y: y * GAIN, lambda file: file.update(GAIN=3.0)),
+    "what another function reads": (lambda y: y * _gain(), lambda file: file.update(GAIN=3.0)),
+    "a function": (lambda y: y * _gain(), lambda file: file.update(_gain=lambda: 3.0)),
+    "in a dict": (lambda y: y * OPTIONS["gain"][0], lambda file: OPTIONS.update(gain=[3.0])),
+    "what a dict has not": (lambda y: y * len(OPTIONS), lambda file: OPTIONS.update(more=0)),
+    "in an object": (lambda y: y * CONFIG.gain, lambda file: setattr(CONFIG, "gain", 3.0)),
+    "in a class": (lambda y: y * Settings.gain, lambda file: setattr(Settings, "gain", 3.0)),
+    "in another file": (lambda y: y * np.gain, lambda file: setattr(np, "gain", 3.0)),
+    "a tensor": (lambda y: y * TABLE, lambda file: file.update(TABLE=TABLE * 2)),
+    "in a tensor": (lambda y: y * TABLE, lambda file: TABLE.mul_(2)),
+}
+
+
+@pytest.mark.parametrize("what", OF_FILES)
+def test_what_changes_in_files_counts(what, monkeypatch):
+    """As flags that choose an implementation, and settings that a file keeps for all networks."""
+    for name, x in (("GAIN", 2.0), ("_gain", _gain), ("TABLE", torch.ones(3, 1, 1))):
+        monkeypatch.setitem(globals(), name, x)
+    monkeypatch.setattr(CONFIG, "gain", 2.0), monkeypatch.setattr(Settings, "gain", 2.0)
+    monkeypatch.setattr(np, "gain", 2.0, raising=False)
+    monkeypatch.setitem(globals(), "OPTIONS", {"gain": [2.0]})
+    forward, change = OF_FILES[what]
+    module, x = Does(lambda net, y, given: forward(y)), torch.randn(1, 3, 4, 4)
+    fast = accelerate(module)
+    before, plan = fast(x, None), fast.plan_of((x, None), {})[0]
+    assert fast.plan_of((x, None), {})[0] is plan
+    change(globals())
+    assert (module(x, None) - before).abs().max() > 1e-3
+    torch.testing.assert_close(fast(x, None), module(x, None))
+
+
+def test_what_the_forward_leaves_in_a_file_needs_no_other_plan(monkeypatch):
+    """Such as a count of its calls, which nothing depends on, while another copy counts, too."""
+    monkeypatch.setitem(globals(), "OPTIONS", {"calls": 0})
+
+    def counts(net, y, given):
+        OPTIONS["calls"] += 1
+        return y
+
+    module, x = Does(counts), torch.randn(1, 3, 4, 4)
+    fast = accelerate(module)
+    plans = [fast.plan_of((x, None), {})[0] for _ in range(2) if module(x, None) is not None]
+    assert plans[0] is plans[1]
+
+
 def test_what_a_forward_asks_of_pytorch_counts():
     """Whether gradients are recorded, also where nothing has one; and hooks of every module."""
     module = Does(lambda net, y, given: y * (2 if torch.is_grad_enabled() else 1))

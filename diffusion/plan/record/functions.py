@@ -23,6 +23,7 @@ from .known_numbers import known_numbers
 from .notes import Notes, unwrapped
 from .own_functions import OwnFunction, called, forward_of
 from .own_gradients import is_of_forward
+from .variables import note_code
 
 _ATEN = torch.ops.aten
 # Linear and matmul would be products of rearranged matrices, attention and dropout what PyTorch
@@ -70,6 +71,7 @@ class Functions(TorchFunctionMode):
     def __init__(self, notes: Notes) -> None:
         super().__init__()
         self.notes = notes
+        self.around = sys._getframe(1).f_code
         self.detached: dict[int, Tensor] = {}  # by their memory
         self.blind: dict[int, Tensor] = {}  # likewise: made and written under `no_grad`
         # what was made without numbers, and how many calls were noted then
@@ -94,6 +96,8 @@ class Functions(TorchFunctionMode):
         for x in result if isinstance(result, tuple | list) else (result,):
             if isinstance(x, Tensor) and torch._is_functional_tensor(x):
                 self.made.append((weakref.ref(x), len(notes.found.calls)))
+        if not isinstance(result, torch.Size):  # which many ask for
+            note_code(notes.found.code, sys._getframe(1), self.around)
         if isinstance(result, Tensor) and torch._is_functional_tensor(result):
             given = map(_memory, tensors_in((args, kwargs)))
             if not torch.is_grad_enabled() and _memory(result) not in given:

@@ -9,6 +9,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from .state import Left
+from .variables import Code
 
 
 @dataclass
@@ -55,3 +56,4 @@ class Recording:
     # what Python was given, and how many calls there were then
     made: list[tuple[ref[Tensor], int]] = field(default_factory=list)
     result: Any = None
+    code: Code = field(default_factory=dict)  # which has run, and calls PyTorch
