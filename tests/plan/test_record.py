@@ -109,6 +109,41 @@ def test_writing_in_place_is_making_another():
     assert relu.args[0] is scatter.result
 
 
+def _views_of_linear(net, x):
+    y = net.inner(x).transpose(1, 2)
+    y += x.transpose(1, 2)
+    return y.view(2, 2, 2, 3)
+
+
+def _views_of_matmul(net, x):
+    y = torch.matmul(x, net.inner.weight)
+    y[..., :2].transpose(1, 2).mul_(2)
+    return y
+
+
+def _dropped_nothing(net, x):
+    y = x * 2
+    F.dropout(y, training=False).add_(1)
+    return y
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("function", [_views_of_linear, _views_of_matmul, _dropped_nothing])
+def test_writing_into_what_is_one_op(function, low):
+    """As tokens to which an image is added behind attention: several ops of PyTorch make them."""
+    net, x = Net(function), torch.randn(2, 3, 4, requires_grad=True)
+    fast = accelerate(net)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        ours, theirs = fast(x), net(x)
+    torch.testing.assert_close(ours, theirs)
+    of = x, *net.parameters()
+    for a, b in zip(
+        *(torch.autograd.grad(y.sin().sum(), of, allow_unused=True) for y in (ours, theirs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, atol=2e-2 if low else 1e-5, rtol=2e-2 if low else 1e-5)
+
+
 @pytest.mark.parametrize(
     ("function", "what"),
     [

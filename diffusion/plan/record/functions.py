@@ -61,6 +61,11 @@ class ByDevice(Exception):
     autocast, or asks where they are and has them on several."""
 
 
+def _functional(x: Tensor) -> Tensor:
+    level = torch._C._functorch.peek_interpreter_stack().level()
+    return torch._C._functorch._wrap_functional_tensor(x, level)
+
+
 def casts() -> bool:
     return any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
 
@@ -129,8 +134,10 @@ class Functions(TorchFunctionMode):
             args, kwargs = pytree.tree_map_only(Tensor, self._functional, (args, kwargs))
             with notes.whole():
                 result = function(*args, **kwargs)
-            notes.note(target, given, named, self.inner(result))
-            return result
+            made = self.inner(result)
+            notes.note(target, given, named, made)
+            # of which views may be written to: what it is a view of was not noted
+            return result if any(made is x for x in tensors_in(given)) else _functional(made)
 
     def _there(self) -> Tensor:
         """A tensor where the module has those that it asks: on another device it may do something
@@ -277,8 +284,7 @@ class Functions(TorchFunctionMode):
         inner = self.inner(x)
         if torch._is_functional_tensor(x) and inner is unwrapped(x):
             return x
-        level = torch._C._functorch.peek_interpreter_stack().level()
-        return torch._C._functorch._wrap_functional_tensor(inner, level)
+        return _functional(inner)
 
     def inner(self, x: Tensor) -> Tensor:
         """What a functional tensor stands for now."""
