@@ -63,7 +63,7 @@ _FAMILIES = {
         "upsample",
         "upsample_grad",
         "resample_parts",
-        *("fir", "depthwise", "depthwise_weight_grad"),
+        "fir",
     ),
     "elementwise": (
         *("pad_channels", "sinusoids", "begin_step", "upsampled_filters"),

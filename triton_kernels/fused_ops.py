@@ -36,7 +36,6 @@ from .attention.linear import linear_attention_backward, linear_attention_forwar
 from .attention.norm_attention import PROJECTED, projected_attention
 from .conv.conv2d import conv2d_input_grad
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
-from .conv.depthwise import depthwise, depthwise_weight_grad
 from .conv.few import conv_few
 from .conv.fused import conv_forward, conv_input_grad, conv_plain_input_grad
 from .conv.norm_conv import NORM_CONV, norm_conv

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from triton_kernels.conv.depthwise import turned_start
 from triton_kernels.resample.fir import adjoint
 
 from .graph import Value, numbered, rows_beside
@@ -58,17 +57,6 @@ def _transposed_conv(d, node, dy):
     x, weight = node.inputs["dy"], node.inputs["weight"]
     d.send(weight, lambda: d.make("conv_dw", {"x": dy, "dy": x}, weight, **node.attrs))
     d.send(x, lambda: d.make("conv", {"x": dy, "weight": weight}, x, **node.attrs))
-
-
-@gradient("depthwise")
-def _depthwise(d, node, dy):
-    x, weight, bias = (node.inputs.get(role) for role in ("x", "weight", "bias"))
-    window, start, dilation = weight.shape[2:], node.attrs["start"], node.attrs["dilation"]
-    how = {"start": start, "dilation": dilation, "window": tuple(window)}
-    back = {"start": turned_start(window, start, dilation), "dilation": dilation, "turned": True}
-    d.send(bias, lambda: d.channel_sums(dy, bias))
-    d.send(weight, lambda: d.make("depthwise_dw", {"x": x, "dy": dy}, weight, **how))
-    d.send(x, lambda: d.make("depthwise", {"x": dy, "weight": weight}, x, **back))
 
 
 # of ops of one tensor: op, inputs and attributes of its gradient

@@ -3,8 +3,6 @@
 # what a traced network is made of
 FORWARD = {
     "conv": "x [N, H, W, CI] * weight [CO, CI, R, S] + bias; stride, padding (y0, y1, x0, x1)",
-    "depthwise": "each channel of x convolved with its filter of weight [CO, 1, R, S], + bias; "
-    "`start` zeros above and left, `dilation`; `turned`: the filters turned round",
     "linear": "x [..., CI] weight [CO, CI]^T + bias: over images, a convolution with 1x1 filters",
     "group_norm": "act(((x - mean) rstd weight + bias) (1 + scale) + shift), x [N, ..., C]",
     "channel_norm": "act((factor norm(x) weight + bias) (1 + scale) + shift), over the last axis, "
@@ -43,7 +41,6 @@ NORM = {
 BACKWARD = {
     "conv_dx": "the gradient of x in conv; also a transposed convolution, of x as `dy`",
     "conv_dw": "the gradient of weight in conv",
-    "depthwise_dw": "the gradient of weight in depthwise, whose filters have `window` taps",
     "linear_dx": "the gradient of x in linear",
     "linear_dw": "the gradient of weight in linear",
     "norm_act_grad": "dz = da act'(z), and its partials: sums of dz and of dz xhat",

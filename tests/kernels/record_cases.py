@@ -144,7 +144,6 @@ def _others() -> dict[str, Callable[[], None]]:
         "gated products": _gated,
         "several in one pass": _elementwise,
         "FIR filters": _fir,
-        "depthwise convolutions": _depthwise,
         "filters in another order": _reorder,
         "sums that a number multiplies": _scaled_sums,
         "parts of a sum through pointers": _parts_through_pointers,
@@ -246,21 +245,6 @@ def _elementwise() -> None:
         x, row = torch.empty(shape, dtype=dtype), torch.empty(16, 256, dtype=dtype)
         ops.elementwise([x, row], (ALL, OF_IMAGES), forward, [(4, dtype), (2, dtype)], shape)
         ops.elementwise([x, x], (ALL, ALL), backward, [(3, dtype)], shape)
-
-
-def _depthwise() -> None:
-    """Of blocks of ConvNeXt and NAFNet, and of rows with a dilation, with their gradients."""
-    ops = triton_kernels.fused_ops
-    for dtype, c, window, dilation in (
-        (torch.bfloat16, 128, (7, 7), (1, 1)),
-        (torch.bfloat16, 64, (3, 3), (1, 1)),
-        (torch.float32, 96, (1, 3), (1, 4)),
-    ):
-        x, weight = torch.empty(8, 32, 32, c, dtype=dtype), torch.empty(c, 1, *window, dtype=dtype)
-        start = tuple((r - 1) * d // 2 for r, d in zip(window, dilation, strict=True))
-        y = ops.depthwise(x, weight, weight[:, 0, 0, 0].contiguous(), start, dilation, (32, 32))
-        ops.depthwise(y, weight, None, start, dilation, (32, 32), turned=True)
-        ops.depthwise_weight_grad(x, y, window, start, dilation, dtype)
 
 
 def _fir() -> None:

@@ -51,20 +51,6 @@ def _fir(run, node, given):
     return run.kernels.fir(given["x"].contiguous(), **node.attrs, size=node.out.shape[1:3])
 
 
-@launches("depthwise")
-def _depthwise(run, node, given):
-    x, weight, bias = (given.get(role) for role in ("x", "weight", "bias"))
-    return run.kernels.depthwise(
-        x.contiguous(), weight, bias, size=node.out.shape[1:3], **node.attrs
-    )
-
-
-@launches("depthwise_dw")
-def _depthwise_dw(run, node, given):
-    x, dy = given["x"].contiguous(), given["dy"].contiguous()
-    return run.kernels.depthwise_weight_grad(x, dy, dtype=node.out.dtype, **node.attrs)
-
-
 @launches("avg_pool_grad")
 def _avg_pool_grad(run, node, given):
     dx, rows = run.kernels.avg_pool_grad(given["dy"], given.get("add"), run.rows_of(node))

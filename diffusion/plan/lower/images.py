@@ -2,8 +2,6 @@
 
 import math
 
-from triton_kernels.conv.depthwise import MOST_TAPS
-
 from ..views import Dim, Piece, View, in_order, whole
 from .arithmetic import arithmetic, two
 from .layers import linear_of
@@ -18,8 +16,6 @@ def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, gro
     if len(x.dims) == 4 and (y := resampled(low, *given)) is not None:
         return y
     if transposed and (y := _apart(low, *given)) is not None:
-        return y
-    if (y := _depthwise(low, *given)) is not None:
         return y
     if groups != 1 or set(dilation) != {1} or transposed and len(x.dims) == 5:
         return arithmetic(low, *given)  # PyTorch's, over images as the module has them
@@ -37,29 +33,6 @@ def _conv(low, x, weight, bias, stride, padding, dilation, transposed, more, gro
     y = of_images(low, x.permute((0, 2, 3, 1)), weight, bias, strides, zeros)
     y = y.permute((0, 3, 1, 2))
     return y.drop(2) if one_row else y
-
-
-def _depthwise(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):
-    """Of each channel by its own filter. None: it is something else, or has more taps."""
-    c, per_group, *window = weight.shape
-    d = len(window)
-    if d > 2 or transposed or set(stride) != {1} or math.prod(window) > MOST_TAPS:
-        return None
-    if not groups == c == x.shape[1] > 1 or per_group != 1:
-        return None
-    if d == 1:  # of one row of pixels
-        x, weight = x.insert(2), weight.insert(2)
-    zeros, steps = (
-        (*[n] * (2 - d), *to_tuple(given, d)) for n, given in ((0, padding), (1, dilation))
-    )
-    given = x.permute((0, 2, 3, 1)), weight, bias
-    inputs = dict(zip(("x", "weight", "bias"), map(low.gather, given), strict=True))
-    n, _, *size = low.meta.shape
-    shape, dtype = (n, *[1] * (2 - d), *size, c), low.meta.dtype
-    how = {"start": zeros, "dilation": steps}
-    y = whole(low.make("depthwise", low.cast_all(inputs, dtype), shape, dtype, **how))
-    y = y.permute((0, 3, 1, 2))
-    return y.drop(2) if d == 1 else y
 
 
 def _apart(low, x, weight, bias, stride, padding, dilation, transposed, more, groups):

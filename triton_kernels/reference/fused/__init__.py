@@ -36,7 +36,6 @@ from .conv import (
     conv_weight_grads,
 )
 from .conv_and_norm import conv_norm, norm_conv
-from .depthwise import depthwise, depthwise_weight_grad
 from .elementwise import elementwise
 from .gated import gated_backward, gated_forward
 from .inputs import begin_step, pad_channels, reorder, sinusoids
