@@ -103,51 +103,6 @@ class UNet(Network):
         self.in_channels += condition_channels  # of the stem
 
         emb_channels = 4 * model_channels
-        res_blocks = 0  # so far: they number the dropout masks
-
-        def res_block(name: str, channels: int, out: int, resample: str | None = None) -> ResBlock:
-            nonlocal res_blocks
-            self._check_groups(name, channels, out)
-            block = ResBlock(
-                channels,
-                out,
-                emb_channels,
-                num_groups=num_groups,
-                norm_eps=norm_eps,
-                dropout=dropout,
-                dropout_layer=res_blocks,
-                use_scale_shift_norm=use_scale_shift_norm,
-                zero_init=zero_init,
-                resample=resample,
-                resample_projection=resample_projection,
-                backend=backend,
-            )
-            res_blocks += 1
-            return block
-
-        of_attention = {
-            "num_groups": num_groups,
-            "norm_eps": norm_eps,
-            "zero_init": zero_init,
-            "backend": backend,
-        }
-
-        def heads_of(name: str, channels: int, heads: int) -> int:
-            self._check_groups(name, channels)
-            if num_head_channels != -1:
-                return _divide(name, channels, "num_head_channels", num_head_channels)
-            _divide(name, channels, "num_heads", heads)
-            return heads
-
-        def attention(name: str, channels: int, heads: int) -> AttentionBlock:
-            order = "qkv_heads" if use_new_attention_order else "heads_qkv"
-            heads = heads_of(name, channels, heads)
-            return AttentionBlock(channels, heads, order=order, **of_attention)
-
-        def cross_attention(name: str, channels: int, heads: int) -> CrossAttentionBlock:
-            heads = heads_of(name, channels, heads)
-            return CrossAttentionBlock(channels, context_dim, heads, **of_attention)
-
         self.timestep_embedding = TimestepEmbedding(model_channels, max_period, freq_shift)
         self.time_embed = nn.ModuleDict(
             {
@@ -158,67 +113,67 @@ class UNet(Network):
         if num_classes is not None:
             rows = num_classes if self.null_label is None else num_classes + 1
             self.label_emb = nn.Embedding(rows, emb_channels)
-
         if vector_dim:
             self.vector_emb = Linear(vector_dim + 1, emb_channels, backend=backend)
 
+        make = _Layers(self, emb_channels, zero_init)
         widths = [int(mult * model_channels) for mult in self.channel_mult]
-        ch = widths[0] if stem_channels == -1 else stem_channels
-        stem = Conv2d(self.in_channels, ch, 3, backend=backend)
-        self.input_blocks = nn.ModuleList([nn.ModuleList([stem])])
-        skips = [ch]
+        self.input_blocks, skips = self._encoder(make, widths)
+        self.middle_block = self._middle(make, skips[-1])
+        self.output_blocks = self._decoder(make, widths, skips)
+        norm = GroupNorm(num_groups, widths[0], activation="silu", eps=norm_eps, backend=backend)
+        head = Conv2d(widths[0], out_channels, 3, zero=zero_init, backend=backend)
+        self.out = nn.ModuleDict({"0": norm, "2": head})
+
+    def _encoder(self, make: "_Layers", widths: list[int]) -> tuple[nn.ModuleList, list[int]]:
+        """The blocks, and the channels of what each sends to the decoder."""
+        ch = widths[0] if self.stem_channels == -1 else self.stem_channels
+        stem = Conv2d(self.in_channels, ch, 3, backend=self.backend)
+        blocks, skips = [nn.ModuleList([stem])], [ch]
         for level, width in enumerate(widths):
-            for _ in range(num_res_blocks):
-                name = f"input_blocks.{len(self.input_blocks)}"
-                layers = [res_block(f"{name}.0", ch, width)]
+            for _ in range(self.num_res_blocks):
+                name = f"input_blocks.{len(blocks)}"
+                layers = [make.res_block(f"{name}.0", ch, width)]
                 ch = width
-                if 2**level in self.attention_resolutions:
-                    layers.append(attention(f"{name}.1", ch, num_heads))
-                if 2**level in self.context_resolutions:
-                    layers.append(cross_attention(f"{name}.{len(layers)}", ch, num_heads))
-                self.input_blocks.append(nn.ModuleList(layers))
+                layers += make.attentions(name, ch, level, self.num_heads)
+                blocks.append(nn.ModuleList(layers))
                 skips.append(ch)
             if level < len(widths) - 1:
-                name = f"input_blocks.{len(self.input_blocks)}"
                 down = (
-                    res_block(f"{name}.0", ch, ch, "down")
-                    if resblock_updown
-                    else Downsample(ch, conv_resample, downsample_padding, backend)
+                    make.res_block(f"input_blocks.{len(blocks)}.0", ch, ch, "down")
+                    if self.resblock_updown
+                    else Downsample(ch, self.conv_resample, self.downsample_padding, self.backend)
                 )
-                self.input_blocks.append(nn.ModuleList([down]))
+                blocks.append(nn.ModuleList([down]))
                 skips.append(ch)
+        return nn.ModuleList(blocks), skips
 
-        middle = [res_block("middle_block.0", ch, ch), attention("middle_block.1", ch, num_heads)]
-        if context_dim:
-            middle.append(cross_attention("middle_block.2", ch, num_heads))
-        middle.append(res_block(f"middle_block.{len(middle)}", ch, ch))
-        self.middle_block = nn.ModuleList(middle)
+    def _middle(self, make: "_Layers", ch: int) -> nn.ModuleList:
+        layers = [make.res_block("middle_block.0", ch, ch)]
+        layers.append(make.attention("middle_block.1", ch, self.num_heads))
+        if self.context_dim:
+            layers.append(make.cross_attention("middle_block.2", ch, self.num_heads))
+        layers.append(make.res_block(f"middle_block.{len(layers)}", ch, ch))
+        return nn.ModuleList(layers)
 
-        self.output_blocks = nn.ModuleList()
+    def _decoder(self, make: "_Layers", widths: list[int], skips: list[int]) -> nn.ModuleList:
+        """`skips`: channels that come from the encoder, those of its last block last."""
+        blocks, ch, skips = [], skips[-1], list(skips)
         for level, width in reversed(list(enumerate(widths))):
-            for i in range(num_res_blocks + 1):
-                name = f"output_blocks.{len(self.output_blocks)}"
-                layers = [res_block(f"{name}.0", ch + skips.pop(), width)]
+            for i in range(self.num_res_blocks + 1):
+                name, is_last = f"output_blocks.{len(blocks)}", i == self.num_res_blocks
+                layers = [make.res_block(f"{name}.0", ch + skips.pop(), width)]
                 ch = width
-                attends = decoder_attention == "all" or i == num_res_blocks
-                if 2**level in self.attention_resolutions and attends:
-                    layers.append(attention(f"{name}.1", ch, num_heads_upsample))
-                if 2**level in self.context_resolutions and attends:
-                    layers.append(cross_attention(f"{name}.{len(layers)}", ch, num_heads_upsample))
-                if level > 0 and i == num_res_blocks:
+                if self.decoder_attention == "all" or is_last:
+                    layers += make.attentions(name, ch, level, self.num_heads_upsample)
+                if level > 0 and is_last:
                     layers.append(
-                        res_block(f"{name}.{len(layers)}", ch, ch, "up")
-                        if resblock_updown
-                        else Upsample(ch, conv_resample, backend)
+                        make.res_block(f"{name}.{len(layers)}", ch, ch, "up")
+                        if self.resblock_updown
+                        else Upsample(ch, self.conv_resample, self.backend)
                     )
-                self.output_blocks.append(nn.ModuleList(layers))
-
-        self.out = nn.ModuleDict(
-            {
-                "0": GroupNorm(num_groups, ch, activation="silu", eps=norm_eps, backend=backend),
-                "2": Conv2d(ch, out_channels, 3, zero=zero_init, backend=backend),
-            }
-        )
+                blocks.append(nn.ModuleList(layers))
+        return nn.ModuleList(blocks)
 
     def forward_nhwc(
         self,
@@ -405,10 +360,6 @@ class UNet(Network):
                         stacklevel=3,
                     )
 
-    def _check_groups(self, name: str, *channels: int) -> None:
-        for c in channels:
-            _divide(name, c, "num_groups", self.num_groups)
-
     def _check_inputs(self, x: Tensor, t: Tensor, given: Given, rng: Tensor | None) -> None:
         if x.ndim != 4 or x.shape[3] != self.in_channels:
             raise ValueError(
@@ -481,6 +432,67 @@ class UNet(Network):
                 f"present has shape {tuple(present.shape)}; expected ({n}, {tokens}), a number for"
                 " each token"
             )
+
+
+class _Layers:
+    """Makes the layers of a UNet with its options; errors have the names that they will have."""
+
+    def __init__(self, unet: UNet, emb_channels: int, zero_init: bool) -> None:
+        self.unet, self.emb_channels = unet, emb_channels
+        self.common = {
+            "num_groups": unet.num_groups,
+            "norm_eps": unet.norm_eps,
+            "zero_init": zero_init,
+            "backend": unet.backend,
+        }
+        self.res_blocks = 0  # so far: they number the dropout masks
+
+    def res_block(
+        self, name: str, channels: int, out: int, resample: str | None = None
+    ) -> ResBlock:
+        self._check_groups(name, channels, out)
+        block = ResBlock(
+            channels,
+            out,
+            self.emb_channels,
+            dropout=self.unet.dropout,
+            dropout_layer=self.res_blocks,
+            use_scale_shift_norm=self.unet.use_scale_shift_norm,
+            resample=resample,
+            resample_projection=self.unet.resample_projection,
+            **self.common,
+        )
+        self.res_blocks += 1
+        return block
+
+    def attentions(self, name: str, channels: int, level: int, heads: int) -> list[nn.Module]:
+        """Those behind the first layer of a block of this level."""
+        layers: list[nn.Module] = []
+        if 2**level in self.unet.attention_resolutions:
+            layers.append(self.attention(f"{name}.1", channels, heads))
+        if 2**level in self.unet.context_resolutions:
+            layers.append(self.cross_attention(f"{name}.{1 + len(layers)}", channels, heads))
+        return layers
+
+    def attention(self, name: str, channels: int, heads: int) -> AttentionBlock:
+        order = "qkv_heads" if self.unet.use_new_attention_order else "heads_qkv"
+        heads = self._heads(name, channels, heads)
+        return AttentionBlock(channels, heads, order=order, **self.common)
+
+    def cross_attention(self, name: str, channels: int, heads: int) -> CrossAttentionBlock:
+        heads = self._heads(name, channels, heads)
+        return CrossAttentionBlock(channels, self.unet.context_dim, heads, **self.common)
+
+    def _heads(self, name: str, channels: int, heads: int) -> int:
+        self._check_groups(name, channels)
+        if (of_head := self.unet.num_head_channels) != -1:
+            return _divide(name, channels, "num_head_channels", of_head)
+        _divide(name, channels, "num_heads", heads)
+        return heads
+
+    def _check_groups(self, name: str, *channels: int) -> None:
+        for c in channels:
+            _divide(name, c, "num_groups", self.unet.num_groups)
 
 
 def _divide(name: str, channels: int, option: str, value: int) -> int:
