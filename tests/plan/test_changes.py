@@ -195,6 +195,16 @@ def test_what_changes_in_files_counts(what, monkeypatch):
     torch.testing.assert_close(fast(x, None), module(x, None))
 
 
+def test_variables_that_are_called_as_attributes_need_no_other_plan(monkeypatch):
+    """As those of a script's steps are, in the file in which its network is."""
+    module, x = Does(lambda net, y, given: y.abs() + net.count), torch.randn(1, 3, 4, 4)
+    fast, plans = accelerate(module), []
+    for step in range(2):
+        monkeypatch.setitem(globals(), "abs", step), monkeypatch.setitem(globals(), "count", step)
+        plans.append(fast.plan_of((x, None), {})[0])
+    assert plans[0] is plans[1]
+
+
 def test_what_the_forward_leaves_in_a_file_needs_no_other_plan(monkeypatch):
     """Such as a count of its calls, which nothing depends on, while another copy counts, too."""
     monkeypatch.setitem(globals(), "OPTIONS", {"calls": 0})

@@ -1,6 +1,8 @@
 """Which variables of files, and which names of classes and files that these name, the code of a
 forward pass reads, as far as its text tells."""
 
+import dis
+import functools
 from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
@@ -36,19 +38,23 @@ def _in(at: dict | type) -> Mapping[str, Any]:
 def _named(text: CodeType, variables: dict[str, Any]) -> Iterator[tuple[dict | type, str]]:
     if not is_theirs(variables.get("__name__")):
         return
-    names = {*_names(text)}
-    for name in names & variables.keys():
-        yield variables, name
-        x = variables[name]
+    for name, inner in _names(text):
+        x = variables.get(name)
         file = getattr(x, "__name__" if isinstance(x, ModuleType) else "__module__", None)
-        if isinstance(x, ModuleType | type) and is_theirs(file):
-            at = x if isinstance(x, type) else vars(x)
-            yield from ((at, inner) for inner in names & vars(x).keys())
+        if name in variables and inner is None:
+            yield variables, name
+        elif isinstance(x, ModuleType | type) and inner in vars(x) and is_theirs(file):
+            yield (x if isinstance(x, type) else vars(x)), inner
 
 
-def _names(text: CodeType) -> Iterator[str]:
-    """With those of functions within."""
-    yield from text.co_names
-    for inner in text.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
+@functools.cache
+def _names(text: CodeType) -> frozenset[tuple[str, str | None]]:
+    """Of variables of its file, and of what it asks these for; with those of functions within."""
+    found, of = set(), None
+    for step in dis.get_instructions(text):
+        if of and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            found.add((of, step.argval))
+        of = step.argval if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
+        found |= {(of, None)} if of else set()
+    inner = (_names(x) for x in text.co_consts if isinstance(x, CodeType))
+    return frozenset(found.union(*inner))
