@@ -84,8 +84,11 @@ class Reads:
         methods = [
             f for (_, name), at in of_classes.items() if isinstance(f := at[name], FunctionType)
         ]
-        for at, name in _variables_of(recording, methods) if recording else ():
-            self._note(at, name)
+        for at, name, whole in _variables_of(recording, methods) if recording else ():
+            if whole:
+                self._note(at, name)
+            else:
+                self.equal.append((at, name, at[name]))
 
     def _note(self, at: Mapping, name: str) -> None:
         x = at.get(name, _NOTHING)
@@ -117,12 +120,13 @@ class Reads:
 
 def _variables_of(
     recording: Recording, methods: list[FunctionType]
-) -> Iterator[tuple[Mapping, str]]:
+) -> Iterator[tuple[Mapping, str, bool]]:
     """Those of numbers and the like that the forward pass does not change itself (`kept`)."""
-    for at, name in variables_of(recording.code | {f.__code__: f.__globals__ for f in methods}):
+    code = recording.code | {f.__code__: f.__globals__ for f in methods}
+    for at, name, whole in variables_of(code):
         changed = {(id(at), name), (id(at[name]), None)}
-        if changed.isdisjoint(recording.left) and _is_plain(at[name]):
-            yield at, name
+        if changed.isdisjoint(recording.left) and (_is_plain(at[name]) or not whole):
+            yield at, name, whole
 
 
 def _is_plain(x: Any, depth: int = 3) -> bool:

@@ -1,6 +1,7 @@
 """What changes around an accelerated module between calls: its layers, their attributes, hooks,
 weights from elsewhere; and what a forward pass changes itself."""
 
+import argparse
 import copy
 import functools
 import importlib
@@ -170,6 +171,10 @@ OF_FILES = {
     "in a dict": (lambda y: y * OPTIONS["gain"][0], lambda file: OPTIONS.update(gain=[3.0])),
     "what a dict has not": (lambda y: y * len(OPTIONS), lambda file: OPTIONS.update(more=0)),
     "in an object": (lambda y: y * CONFIG.gain, lambda file: setattr(CONFIG, "gain", 3.0)),
+    "an object": (
+        lambda y: y * CONFIG.gain,
+        lambda file: file.update(CONFIG=SimpleNamespace(gain=3.0)),
+    ),
     "in a class": (lambda y: y * Settings.gain, lambda file: setattr(Settings, "gain", 3.0)),
     "in another file": (lambda y: y * np.gain, lambda file: setattr(np, "gain", 3.0)),
     "a tensor": (lambda y: y * TABLE, lambda file: file.update(TABLE=TABLE * 2)),
@@ -182,7 +187,8 @@ def test_what_changes_in_files_counts(what, monkeypatch):
     """As flags that choose an implementation, and settings that a file keeps for all networks."""
     for name, x in (("GAIN", 2.0), ("_gain", _gain), ("TABLE", torch.ones(3, 1, 1))):
         monkeypatch.setitem(globals(), name, x)
-    monkeypatch.setattr(CONFIG, "gain", 2.0), monkeypatch.setattr(Settings, "gain", 2.0)
+    monkeypatch.setitem(globals(), "CONFIG", SimpleNamespace(gain=2.0))
+    monkeypatch.setattr(Settings, "gain", 2.0)
     monkeypatch.setattr(np, "gain", 2.0, raising=False)
     monkeypatch.setitem(globals(), "OPTIONS", {"gain": [2.0]})
     forward, change = OF_FILES[what]
@@ -196,11 +202,15 @@ def test_what_changes_in_files_counts(what, monkeypatch):
 
 
 def test_variables_that_are_called_as_attributes_need_no_other_plan(monkeypatch):
-    """As those of a script's steps are, in the file in which its network is."""
-    module, x = Does(lambda net, y, given: y.abs() + net.count), torch.randn(1, 3, 4, 4)
+    """As those of a script's steps are, in the file in which its network is; or what else is in an
+    object, such as its step."""
+    monkeypatch.setitem(globals(), "CONFIG", argparse.Namespace(gain=2.0))
+    module = Does(lambda net, y, given: y.abs() + net.count * CONFIG.gain)
+    x = torch.randn(1, 3, 4, 4)
     fast, plans = accelerate(module), []
     for step in range(2):
         monkeypatch.setitem(globals(), "abs", step), monkeypatch.setitem(globals(), "count", step)
+        CONFIG.step = step
         plans.append(fast.plan_of((x, None), {})[0])
     assert plans[0] is plans[1]
 

@@ -19,42 +19,47 @@ def note_code(code: Code, frame: FrameType | None, around: CodeType) -> None:
         frame = frame.f_back
 
 
-def variables_of(code: Code) -> list[tuple[Mapping[str, Any], str]]:
-    """Where they are, and their names: of this code, and of functions that it names."""
+def variables_of(code: Code) -> list[tuple[Mapping[str, Any], str, bool]]:
+    """Where they are, and their names, of this code and of functions that it names; False: of what
+    is there the code asks for attributes alone, which are others of these."""
     every, found = dict(code), {}
     for text, variables in code.items():
-        for at, name in _named(text, variables):
+        for at, name, _ in _named(text, variables):
             if isinstance(x := _in(at)[name], FunctionType):
                 every.setdefault(x.__code__, x.__globals__)
     for text, variables in every.items():
-        found |= {(id(at), name): (_in(at), name) for at, name in _named(text, variables)}
-    return list(found.values())
+        for at, name, whole in _named(text, variables):
+            found[id(at), name] = at, name, whole or found.get((id(at), name), (0, 0, False))[2]
+    return [(_in(at), name, whole) for at, name, whole in found.values()]
 
 
 def _in(at: dict | type) -> Mapping[str, Any]:
     return vars(at) if isinstance(at, type) else at
 
 
-def _named(text: CodeType, variables: dict[str, Any]) -> Iterator[tuple[dict | type, str]]:
+def _named(text: CodeType, variables: dict[str, Any]) -> Iterator[tuple[dict | type, str, bool]]:
     if not is_theirs(variables.get("__name__")):
         return
     for name, inner in _names(text):
-        x = variables.get(name)
+        if name not in variables:
+            continue
+        x = variables[name]
         file = getattr(x, "__name__" if isinstance(x, ModuleType) else "__module__", None)
-        if name in variables and inner is None:
-            yield variables, name
-        elif isinstance(x, ModuleType | type) and inner in vars(x) and is_theirs(file):
-            yield (x if isinstance(x, type) else vars(x)), inner
+        at = x if isinstance(x, type) else getattr(x, "__dict__", {})
+        asked = inner in _in(at) and (is_theirs(file) or not isinstance(x, ModuleType | type))
+        yield variables, name, not asked
+        if asked:
+            yield at, inner, True
 
 
 @functools.cache
 def _names(text: CodeType) -> frozenset[tuple[str, str | None]]:
-    """Of variables of its file, and of what it asks these for; with those of functions within."""
-    found, of = set(), None
-    for step in dis.get_instructions(text):
-        if of and step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            found.add((of, step.argval))
-        of = step.argval if step.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
-        found |= {(of, None)} if of else set()
+    """Of variables of its file, each with the attribute it is asked for; with those of functions
+    within."""
+    found, steps = set(), [*dis.get_instructions(text)]
+    for step, after in zip(steps, [*steps[1:], None], strict=True):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            asked = after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
+            found.add((step.argval, after.argval if asked else None))
     inner = (_names(x) for x in text.co_consts if isinstance(x, CodeType))
     return frozenset(found.union(*inner))
