@@ -8,7 +8,8 @@ each block of queries says how many have been there, and the next one waits for 
 behind, so it hardly ever does. The last one at a block takes its sum and writes dq.
 
 - Two warpgroups multiply. The products for dk and dq of a block run beside the exponentials of the
-  next one.
+  next one. Each keeps keys of its own; of heads of more than 128 channels, whose dk and dv would
+  not fit its registers, both keep the same, and p and ds go from one to the other by shared memory.
 - Three warps beside them load, wait for flags, and set flags: none of this takes their time.
 - An earlier kernel computes delta = sum_c o do, and sets all flags to zero.
 
