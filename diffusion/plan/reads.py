@@ -2,9 +2,9 @@
 
 A number of dropout, a hook, a layer that took another's place, or a switch of an adapter decides
 what the forward pass computes, and no argument tells; so does a method or a number of a class that
-somebody replaces, or a variable of a file that its code names. So the names that the recording read
-are noted, with what is there, and compared in every call. Parameters and buffers are not among
-them: a call reads them anew.
+somebody replaces, or a variable of a file or a closure that its code names. So the names that the
+recording read are noted, with what is there, and compared in every call. Parameters and buffers are
+not among them: a call reads them anew.
 """
 
 import threading
@@ -69,11 +69,13 @@ class Reads:
         self.kinds = {id(part): (part, type(part)) for part in names.values() if part is not None}
         self.missing: list[tuple[nn.Module, str]] = []  # which a default has stood for
         of_classes: dict[tuple[type, str], Mapping] = {}  # what instances do not have
+        values = []
         for (_, name), part in names.items():
             if part is None or name in part._parameters or name in part._buffers:
                 continue
             at = part._modules if name in part._modules else vars(part)
             self._note(at, name)
+            values.append(at.get(name))
             if name not in at and (kind := _class_with(part, name)):
                 of_classes[kind, name] = vars(kind)
             elif name not in at and not hasattr(type(part), name):
@@ -81,14 +83,12 @@ class Reads:
                 self._note(part._modules, name)  # where it may be put
         for (_, name), at in of_classes.items():
             self._note(at, name)
-        methods = [
-            f for (_, name), at in of_classes.items() if isinstance(f := at[name], FunctionType)
-        ]
-        for at, name, whole in _variables_of(recording, methods) if recording else ():
+        values += (at[name] for (_, name), at in of_classes.items())
+        for at, name, whole in _variables_of(recording, values) if recording else ():
             if whole:
                 self._note(at, name)
             else:
-                self.equal.append((at, name, at[name]))
+                self.equal.append((at, name, at.get(name)))
 
     def _note(self, at: Mapping, name: str) -> None:
         x = at.get(name, _NOTHING)
@@ -118,14 +118,13 @@ class Reads:
         return {name for part, name in self.missing if part is module}
 
 
-def _variables_of(
-    recording: Recording, methods: list[FunctionType]
-) -> Iterator[tuple[Mapping, str, bool]]:
-    """Those of numbers and the like that the forward pass does not change itself (`kept`)."""
-    code = recording.code | {f.__code__: f.__globals__ for f in methods}
-    for at, name, whole in variables_of(code):
-        changed = {(id(at), name), (id(at[name]), None)}
-        if changed.isdisjoint(recording.left) and (_is_plain(at[name]) or not whole):
+def _variables_of(recording: Recording, values: list[Any]) -> Iterator[tuple[Mapping, str, bool]]:
+    """Those of numbers and the like that the forward pass does not change itself (`kept`); values
+    may be functions."""
+    for at, name, whole in variables_of(recording.code, values):
+        x, cell = at.get(name), dict.get(at, name) if isinstance(at, dict) else None
+        changed = {(id(at), name), (id(x), None), (id(cell), None)}
+        if changed.isdisjoint(recording.left) and (_is_plain(x) or not whole):
             yield at, name, whole
 
 

@@ -10,7 +10,7 @@ import random
 import sys
 import threading
 from collections import OrderedDict, deque
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -197,6 +197,42 @@ def test_what_changes_in_files_counts(what, monkeypatch):
     before, plan = fast(x, None), fast.plan_of((x, None), {})[0]
     assert fast.plan_of((x, None), {})[0] is plan
     change(globals())
+    assert (module(x, None) - before).abs().max() > 1e-3
+    torch.testing.assert_close(fast(x, None), module(x, None))
+
+
+def _twice(f):
+    return lambda *args: f(*args) * 2
+
+
+PATCHES = {
+    "of an instance": lambda net, f: setattr(net, "forward", functools.partial(f, net)),
+    "a method of an instance": lambda net, f: setattr(net, "forward", MethodType(f, net)),
+    "of a class": lambda net, f: setattr(net, "__class__", type("_", (Does,), {"forward": f})),
+    "decorated": lambda net, f: setattr(net, "forward", MethodType(_twice(f), net)),
+}
+
+
+@pytest.mark.parametrize("what", ["a number", "in an object", "an object"])
+@pytest.mark.parametrize("patch", PATCHES)
+def test_what_changes_in_closures_counts(patch, what):
+    """As tools do that patch attention, and are told later how much to do."""
+    gain, config = 1.0, SimpleNamespace(gain=1.0)
+
+    def forward(net, x, given):
+        return net.layer(x) * gain * config.gain
+
+    module, x = Does(None), torch.randn(1, 3, 4, 4)
+    PATCHES[patch](module, forward)
+    fast = accelerate(module)
+    before, plan = fast(x, None), fast.plan_of((x, None), {})[0]
+    assert fast.plan_of((x, None), {})[0] is plan
+    if what == "a number":
+        gain = 3.0
+    elif what == "in an object":
+        config.gain = 3.0
+    else:
+        config = SimpleNamespace(gain=3.0)
     assert (module(x, None) - before).abs().max() > 1e-3
     torch.testing.assert_close(fast(x, None), module(x, None))
 

@@ -1,9 +1,9 @@
-"""Which variables of files, and which names of classes and files that these name, the code of a
+"""Which variables of files and closures, and which attributes of what is there, the code of a
 forward pass reads, as far as its text tells."""
 
 import dis
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
@@ -19,15 +19,39 @@ def note_code(code: Code, frame: FrameType | None, around: CodeType) -> None:
         frame = frame.f_back
 
 
-def variables_of(code: Code) -> list[tuple[Mapping[str, Any], str, bool]]:
-    """Where they are, and their names, of this code and of functions that it names; False: of what
-    is there the code asks for attributes alone, which are others of these."""
-    every, found = dict(code), {}
-    for text, variables in code.items():
+class _Cells(dict):
+    """Variables of a function around another, which are read anew."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name).cell_contents
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except (KeyError, ValueError):  # ValueError: nothing has been put there
+            return default
+
+
+def variables_of(code: Code, functions: Iterable[Any]) -> list[tuple[Mapping[str, Any], str, bool]]:
+    """Where they are, and their names, of this code and of functions that it names, and of others;
+    False: of what is there the code asks for attributes alone, which are others of these."""
+    every: list[tuple[CodeType, dict[str, Any]]] = [*code.items()]
+    rest, seen = list(functions), set()
+    while rest:
+        f = rest.pop()
+        f = f.func if isinstance(f, functools.partial) else getattr(f, "__func__", f)
+        if isinstance(f, FunctionType) and f not in seen:
+            seen.add(f)
+            cells = _Cells(zip(f.__code__.co_freevars, f.__closure__ or (), strict=True))
+            rest += map(cells.get, cells)  # such as the one that this is a decorator of
+            if is_theirs(f.__globals__.get("__name__")):
+                every += [(f.__code__, f.__globals__), (f.__code__, cells)]
+    found = {}
+    for text, variables in list(every):
         for at, name, _ in _named(text, variables):
-            if isinstance(x := _in(at)[name], FunctionType):
-                every.setdefault(x.__code__, x.__globals__)
-    for text, variables in every.items():
+            if isinstance(x := _in(at).get(name), FunctionType):
+                every.append((x.__code__, x.__globals__))
+    for text, variables in every:
         for at, name, whole in _named(text, variables):
             found[id(at), name] = at, name, whole or found.get((id(at), name), (0, 0, False))[2]
     return [(_in(at), name, whole) for at, name, whole in found.values()]
@@ -43,7 +67,7 @@ def _named(text: CodeType, variables: dict[str, Any]) -> Iterator[tuple[dict | t
     for name, inner in _names(text):
         if name not in variables:
             continue
-        x = variables[name]
+        x = variables.get(name)
         file = getattr(x, "__name__" if isinstance(x, ModuleType) else "__module__", None)
         at = x if isinstance(x, type) else getattr(x, "__dict__", {})
         asked = inner in _in(at) and (is_theirs(file) or not isinstance(x, ModuleType | type))
@@ -54,11 +78,11 @@ def _named(text: CodeType, variables: dict[str, Any]) -> Iterator[tuple[dict | t
 
 @functools.cache
 def _names(text: CodeType) -> frozenset[tuple[str, str | None]]:
-    """Of variables of its file, each with the attribute it is asked for; with those of functions
-    within."""
+    """Of variables of its file and of functions around it, each with the attribute it is asked for;
+    with those of functions within."""
     found, steps = set(), [*dis.get_instructions(text)]
     for step, after in zip(steps, [*steps[1:], None], strict=True):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"):
             asked = after is not None and after.opname in ("LOAD_ATTR", "LOAD_METHOD")
             found.add((step.argval, after.argval if asked else None))
     inner = (_names(x) for x in text.co_consts if isinstance(x, CodeType))
