@@ -89,6 +89,8 @@ class Reads:
                 self._note(at, name)
             else:
                 self.equal.append((at, name, at.get(name)))
+        shared: dict[tuple[int, int], Any] = {}
+        self.inner = [(at, name, _frozen(x, shared)) for at, name, x in self.inner]
 
     def _note(self, at: Mapping, name: str) -> None:
         x = at.get(name, _NOTHING)
@@ -97,7 +99,7 @@ class Reads:
         elif _is_fixed(x) or _are_fixed(x):
             self.equal.append((at, name, x.copy() if isinstance(x, list | dict) else x))
         else:
-            self.inner.append((at, name, _frozen(x)))
+            self.inner.append((at, name, x))
 
     def hold(self) -> bool:
         """Whether all of it is what it was."""
@@ -111,7 +113,8 @@ class Reads:
             y = at.get(name)
             if y or type(y) is not kind:
                 return False
-        return all(_frozen(at.get(name, _NOTHING)) == x for at, name, x in self.inner)
+        shared: dict[tuple[int, int], Any] = {}
+        return all(_frozen(at.get(name, _NOTHING), shared) == x for at, name, x in self.inner)
 
     def missing_of(self, module: nn.Module) -> set[str]:
         """The names that it was asked for and does not have."""
@@ -175,9 +178,12 @@ def _are_fixed(x: Any) -> bool:
     return isinstance(x, dict) and all(map(_is_fixed, x.values()))
 
 
-def _frozen(x: Any, depth: int = 3, inside: tuple[int, ...] = ()) -> Any:
+def _frozen(
+    x: Any, shared: dict[tuple[int, int], Any], depth: int = 3, inside: tuple[int, ...] = ()
+) -> Any:
     """A copy that is compared with what is there later: of objects within objects to this depth, of
-    lists, sets and dicts to any, but within themselves."""
+    lists, sets and dicts to any, but within themselves. `shared` has objects that several have,
+    such as einops' patterns, which are copied once."""
     if isinstance(x, _SIMPLE):
         return type(x), x
     if isinstance(x, Tensor):
@@ -188,9 +194,14 @@ def _frozen(x: Any, depth: int = 3, inside: tuple[int, ...] = ()) -> Any:
         return _Same(x), contents(x)
     inside = (*inside, id(x))
     if isinstance(x, list | tuple | set | frozenset | deque):
-        return type(x), [_frozen(y, depth, inside) for y in x]
+        return type(x), [_frozen(y, shared, depth, inside) for y in x]
     if isinstance(x, dict):
-        return type(x), [(_frozen(k, 0), _frozen(y, depth, inside)) for k, y in x.items()]
-    if depth and not _is_fixed(x) and (state := state_of(x)):  # such as a configuration
-        return _Same(x), _frozen(state, depth - 1, inside)
-    return _Same(x)
+        items = ((_frozen(k, shared, 0), _frozen(y, shared, depth, inside)) for k, y in x.items())
+        return type(x), [*items]
+    if not depth or _is_fixed(x):
+        return _Same(x)
+    if (id(x), depth) not in shared:
+        state = state_of(x)  # such as a configuration's
+        found = _Same(x), _frozen(state, shared, depth - 1, inside)
+        shared[id(x), depth] = found if state else found[0]
+    return shared[id(x), depth]

@@ -322,6 +322,20 @@ def test_nothing_in_pythons_modules_is_compared():
     assert not found.hold()
 
 
+def test_what_layers_share_is_looked_into_once(monkeypatch):
+    """Such as einops' patterns, of which a policy's UNet has three in forty layers."""
+    layers = [nn.Linear(2, 2) for _ in range(5)]
+    pattern = SimpleNamespace(axes=[0, 1])
+    for layer in layers:
+        layer.patterns = {2: pattern}
+    found = reads.Reads({(id(layer), "patterns"): layer for layer in layers})
+    asked, state_of = [], reads.state_of
+    monkeypatch.setattr(reads, "state_of", lambda x: asked.append(x) or state_of(x))
+    assert found.hold() and len(asked) == 1
+    pattern.axes.append(2)
+    assert not found.hold()
+
+
 def test_a_switch_has_two_plans(nets):
     _, fast, x = nets
     plans = []
