@@ -66,6 +66,7 @@ def runner(op: Op, spec: NormSpec, device: torch.device) -> Callable[[tuple], Te
             if op is NORM_OF_SUMS:
                 return norm_of_sums(x, None, norm, spec.activation, config=config)[0]
             given = partials, table, spec.groups, NormGrads(*grad.split(c))
-            return norm_backward(dz, x, *given, sums=RowSums(grad), out=out, config=config)[0]
+            how = dict.fromkeys(("sums", "rows"), RowSums(grad))
+            return norm_backward(dz, x, *given, **how, out=out, config=config)[0]
 
     return run

@@ -86,7 +86,7 @@ def by_kernels(halves, groups, weight, bias, dz, adds, film, ks, accumulate=Fals
     of_dz = partials_of(dz, ks[-1], xhat), table, h * w, groups
     if sums is None:
         work = torch.full((n, (2 + one) * c), torch.nan, device=dz.device)
-        coeff = norm_tables.norm_grad_table(*of_dz, into, rows_out=work, **options)
+        coeff = norm_tables.norm_grad_table(*of_dz, into, sums=work, **options)
         row_sums.bias_grad(work, flat[: work.shape[1]], accumulate)
     else:
         into = into._replace(weight=got["weight"], bias=got["bias"])

@@ -144,7 +144,7 @@ def _backward(case, k, config=ONE, rows=True, in_place=False, kx=1, **options):
         sums=sums,
         add1=adds[0],
         add1_second=adds[1],
-        rows=rows,
+        rows=rows and sums,
         out=out,
         config=config,
         **options,

@@ -46,7 +46,7 @@ def block(fused, x1, x2, weight, bias, scale, shift, filters, dy, groups, activa
     summands = weight.new_full((len(dy), len(names) * len(weight)), torch.nan)
     coeff = fused.norm_grad_table(
         sums, table, pixels[0], groups, NormGrads(**film | ({} if alone else {"emb": None})),
-        film=(weight, bias, scale), rows_out=summands, **alone,
+        film=(weight, bias, scale), sums=summands, **alone,
     )  # fmt: skip
     total = torch.empty_like(summands[0])
     fused.bias_grad(summands, total)

@@ -148,7 +148,7 @@ def test_coefficients_made_in_the_kernel(name, dtype, device):
         *dx, rows = skip_dx.skip_backward(
             dy, weight, dz, x1, x2, partials, table, groups,
             NormGrads(d_weight, d_bias),
-            sums=sums, add1=add1, dz2=dz2, upsample1=case.upsample1, ways=ways,
+            sums=sums, rows=sums, add1=add1, dz2=dz2, upsample1=case.upsample1, ways=ways,
         )  # fmt: skip
         sums.add(rows, 0, d_bias_before[: case.c1])
         total = rows.sum(0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..norm.inline_statistics import NORM_BACKWARD, OneLaunch, TwoLaunches
 from ..norm.tables import NormGrads, norm_grad_table
-from ..reductions.row_sums import RowSums, row_place
+from ..reductions.row_sums import RowSums, row_place, rows_of
 from ..registry.choose import select
 from ..registry.kernel import Op
 from ..registry.spec import ConvSpec, NormSpec, dtype_name, precision_of
@@ -90,8 +90,8 @@ def skip_backward(
     num_groups: int,
     into: NormGrads,  # of weight and bias
     *,
-    sums: bool | RowSums,  # as that of `skip_dx`
-    rows_out: Tensor | None = None,  # as that of `norm_grad_table`; None: `sums` adds them up
+    sums: RowSums | Tensor,  # as that of `norm_grad_table`
+    rows: RowSums | bool = True,  # as `sums` of `skip_dx`
     add1: Tensor | None = None,  # [N, H, W, C1]
     dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
     upsample1: bool = False,
@@ -108,15 +108,12 @@ def skip_backward(
         spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
         ways = select(NORM_BACKWARD, spec, describe(dz.device)).config
     if isinstance(ways, OneLaunch) and n > 0 and folds(config, dy, x1, x2, upsample1):
-        work = sums.rows(n, 2 * c) if rows_out is None else rows_out
-        coeff = NormSums(partials, table, num_groups, work)
-        if rows_out is None:
-            into.add(work, sums, c)
+        coeff = NormSums(partials, table, num_groups, rows_of(sums, n, 2 * c))
+        into.add(coeff.rows, sums, c)
     else:
-        kept = {"sums": sums} if rows_out is None else {"rows_out": rows_out}
-        coeff = norm_grad_table(partials, table, h * w, num_groups, into, **kept)
+        coeff = norm_grad_table(partials, table, h * w, num_groups, into, sums=sums)
     options = {"dz2": dz2, "upsample1": upsample1, "allow_tf32": allow_tf32, "config": config}
-    return skip_dx(dy, skip_weight, dz, x1, x2, coeff, add1, sums, **options)
+    return skip_dx(dy, skip_weight, dz, x1, x2, coeff, add1, rows, **options)
 
 
 def _launch(

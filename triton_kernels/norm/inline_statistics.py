@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..activations import check_activation
 from ..noise.dropout import Mask
-from ..reductions.row_sums import RowSums, row_place
+from ..reductions.row_sums import RowSums, row_place, rows_of
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import NormSpec, dtype_name
@@ -148,18 +148,17 @@ def norm_backward(
     num_groups: int,
     into: NormGrads,
     *,
-    sums: RowSums | None,  # None: rows are tensors of their own
-    rows_out: Tensor | None = None,  # as that of `norm_grad_table`, which then nobody adds up
+    sums: RowSums | Tensor,  # as that of `norm_grad_table`
     add1: Tensor | None = None,  # [N, H, W, C]
     add1_second: Tensor | None = None,  # [N, H, W, C]
-    rows: bool = True,  # whether the second result is wanted
+    rows: RowSums | bool = True,  # whether the second result is wanted, and where it is kept
     upsample1: bool = False,
     out: Tensor | None = None,  # as x; may be dz
     input_partials: Tensor | None = None,  # this and `film` as `norm_grad_table` has them
     film: tuple[Tensor | None, ...] = (None,) * 3,
     tf32: bool = False,
     config: OneLaunch | TwoLaunches | None = None,
-) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C], in a place of `sums` if there is one
+) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C]
     """`norm_dx` of one tensor, with the coefficients of `norm_grad_table`."""
     n, h, w, c = dz.shape
     if config is None:
@@ -167,11 +166,10 @@ def norm_backward(
         spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
         config = select(NORM_BACKWARD, spec, describe(dz.device)).config
     if isinstance(config, TwoLaunches):
-        options = {"input_partials": input_partials, "film": film}
-        options |= {"sums": sums} if rows_out is None else {"rows_out": rows_out}
+        options = {"input_partials": input_partials, "film": film, "sums": sums}
         coeff = norm_grad_table(partials, table, h * w, num_groups, into, **options)
         dx, _, added = norm_dx(
-            dz, x, None, coeff, add1, None, add1_second, rows and (sums or True),
+            dz, x, None, coeff, add1, None, add1_second, rows,
             upsample1=upsample1, tf32=tf32, out=out,
         )  # fmt: skip
         return dx, added
@@ -192,9 +190,8 @@ def norm_backward(
     cg, count = c // num_groups, 3 if sums_dx else 2
     groups = covering_groups(grid.block_c, 0, cg)
     dx = x.new_empty(x.shape) if out is None else out
-    work = sums.rows(n, count * c) if rows_out is None else rows_out
-    check_shape("rows_out", work, n, count * c)
-    place = row_place(rows and (sums or True), x)
+    work = rows_of(sums, n, count * c)
+    place = row_place(rows, x)
     added = None if place is None else place(n * grid.k, c)
     *affine, scale = film
     strided = (scale, into.scale, into.shift, into.emb)
@@ -204,6 +201,5 @@ def norm_backward(
         count, *ks, cg, *grid.tile, *groups, *tiles_at_a_time(groups, *ks),
         tf32, num_warps=config.num_warps, **overlapping(x.device),
     )  # fmt: skip
-    if rows_out is None:
-        into.add(work, sums, c)
+    into.add(work, sums, c)
     return dx, added

@@ -32,7 +32,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ..reductions.row_sums import RowSums
+from ..reductions.row_sums import RowSums, rows_of
 from ..runtime.dependent_launch import overlapping
 from ..runtime.layout import check_shape, row_stride
 from .table_kernels import norm_grad_table_kernel, norm_table_kernel
@@ -195,16 +195,15 @@ def norm_grad_table(
     input_partials: Tensor | None = None,  # float32 [N, KX, 2, C]: of x, which is one tensor
     # weight and bias [C] and scale [N, C], as `norm_table` had them, if it had a scale or a shift
     film: tuple[Tensor | None, ...] = (None,) * 3,
-    sums: RowSums | None = None,  # adds to the three gradients float32 [C], later
-    rows_out: Tensor | None = None,  # float32 [N, 2 C or 3 C]: what it would add up
+    # what adds to the gradients [C], later; or float32 [N, 2 C or 3 C], out: what they are sums of
+    sums: RowSums | Tensor,
     centred: bool = False,  # dx = p dz + q (x - mean) + r
 ) -> Tensor:  # float32 [N, 3, C]
-    """p, q and r of every channel, with dx = p dz + q x + r, and the gradients of the parameters,
-    of which those float32 [C] are without `sums` the sums over n of `rows_out`."""
+    """p, q and r of every channel, with dx = p dz + q x + r, and gradients of the parameters."""
     _check_partials(partials, pixels)
     n, k, _, c = partials.shape
     assert table.shape == (n, 4, c) and table.is_contiguous()
-    assert sums is not None or into.of_rows == (None,) * 3, "gradients are sums of rows"
+    assert isinstance(sums, RowSums) or into.of_rows == (None,) * 3, "gradients are sums of rows"
     assert input_partials is not None or into.emb is into.input_bias is None, "sums of dx"
     kx = 1
     if input_partials is not None:
@@ -213,13 +212,7 @@ def norm_grad_table(
     lanes = _lanes_of(c, num_groups, k, kx)
     rows = 2 if input_partials is None else 3
     coeff = table.new_empty((n, 3, c), dtype=torch.float32)
-    if sums is not None:
-        work = sums.rows(n, rows * c)
-    elif rows_out is not None:
-        work = rows_out
-        check_shape("rows_out", work, n, rows * c)
-    else:
-        work = table.new_empty((n, rows * c), dtype=torch.float32)
+    work = rows_of(sums, n, rows * c)
     *affine, scale = film
     strided = (scale, into.scale, into.shift, into.emb)
     shape = (pixels, c, lanes.programs, rows, centred, k, kx, lanes.cg)

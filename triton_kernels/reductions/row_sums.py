@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..runtime.dependent_launch import await_inputs, overlapping
+from ..runtime.layout import check_shape
 from .column_sum import sum_partials
 
 # The longest sum sets the time, so few columns a program: 32 bytes, a sector of memory
@@ -175,6 +176,14 @@ class RowSums:
 
 def _capturing(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def rows_of(sums: RowSums | Tensor, count: int, columns: int) -> Tensor:
+    """Where rows go that are summed to gradients: to a place of `sums`, or all of that tensor."""
+    if isinstance(sums, RowSums):
+        return sums.rows(count, columns)
+    check_shape("rows", sums, count, columns)
+    return sums
 
 
 def row_place(

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton_kernels.conv.upsampled import UpsampledFilters
 from triton_kernels.norm.sums import SUM_PROGRAMS
 from triton_kernels.norm.tables import NormGrads, Statistics
+from triton_kernels.reductions.row_sums import RowSums
 
 from ..graph import Node, many
 from ..ops import SUMS_OF_NORM
@@ -110,21 +111,19 @@ def _gradients(run: Launcher, node: Node, given: Inputs) -> tuple[dict[str, Tens
     return into, options
 
 
-def _rows_out(run: Launcher, node: Node, given: Inputs) -> dict[str, Tensor]:
-    """Where rows go that are summed to gradients of a norm's parameters, but in a step."""
+def _sums(run: Launcher, given: Inputs) -> RowSums | Tensor:
+    """Where rows go that are summed to gradients of a norm's parameters."""
     if run.is_step:
-        return {}
+        return run.sums
     n, _, c = given["table"].shape
     shape = n, (3 if "input_partials" in given else 2) * c
-    rows = given["table"].new_empty(shape) if run.sums is None else run.sums.rows(*shape)
-    return {"rows_out": rows}
+    return given["table"].new_empty(shape) if run.sums is None else run.sums.rows(*shape)
 
 
-def _summed(run: Launcher, node: Node, kept: dict[str, Tensor]) -> dict[str, Tensor]:
+def _summed(run: Launcher, node: Node, rows: RowSums | Tensor) -> dict[str, Tensor]:
     """What a node gives of these rows: themselves, or their sums."""
     if run.is_step or node.outputs.keys().isdisjoint(("sums", *SUMS_OF_NORM)):
         return {}
-    rows = kept["rows_out"]
     if "sums" in node.outputs:
         return {"sums": rows}
     total = rows.new_empty(rows.shape[1])
@@ -136,11 +135,10 @@ def _summed(run: Launcher, node: Node, kept: dict[str, Tensor]) -> dict[str, Ten
 @launches("norm_grad_table")
 def _norm_grad_table(run, node, given):
     a, (into, options) = node.attrs, _gradients(run, node, given)
-    tensors, kept = (given["partials"], given["table"]), _rows_out(run, node, given)
-    options |= kept or {"sums": run.sums}
+    tensors, sums = (given["partials"], given["table"]), _sums(run, given)
     grads = a["pixels"], a["groups"], NormGrads(**into)
-    coeff = run.kernels.norm_grad_table(*tensors, *grads, **options)
-    return {"coeff": coeff} | _summed(run, node, kept) | into
+    coeff = run.kernels.norm_grad_table(*tensors, *grads, sums=sums, **options)
+    return {"coeff": coeff} | _summed(run, node, sums) | into
 
 
 @launches("norm_dx")
@@ -163,24 +161,24 @@ def _skip_dx(run, node, given):
 @launches("norm_backward")
 def _norm_backward(run, node, given):
     a, (into, options) = node.attrs, _gradients(run, node, given)
-    kept = _rows_out(run, node, given)
-    options |= _added(node, given, "add1", "add1_second") | {"rows": "rows" in node.outputs}
-    options |= {"out": given.get(a.get("over")), "sums": run.sums} | kept
+    sums = _sums(run, given)
+    options |= _added(node, given, "add1", "add1_second") | {"rows": run.rows_of(node)}
+    options |= {"out": given.get(a.get("over")), "sums": sums}
     tensors = (image(given[role]) for role in ("dz", "x0"))
     norm = given["partials"], given["table"], a["groups"], NormGrads(**into)
     dx, rows = run.kernels.norm_backward(*tensors, *norm, **options)
-    return _shaped(node, (dx, None, rows)) | _summed(run, node, kept) | into
+    return _shaped(node, (dx, None, rows)) | _summed(run, node, sums) | into
 
 
 @launches("skip_backward")
 def _skip_backward(run, node, given):
-    into, kept = NormGrads(**given.into), _rows_out(run, node, given)
-    options = _added(node, given, "add1", "dz2") | kept
-    options["sums"] = run.sums if run.is_step else run.rows_of(node)
+    into, sums = NormGrads(**given.into), _sums(run, given)
+    options = _added(node, given, "add1", "dz2") | {"sums": sums}
+    options["rows"] = run.sums if run.is_step else run.rows_of(node)
     tensors = given["dy"], run.filters(given["weight"]), given["dz"], *images(given)
     norm = given["partials"], given["table"], node.attrs["groups"], into
     made = _shaped(node, run.kernels.skip_backward(*tensors, *norm, **options))
-    return made | _summed(run, node, kept)
+    return made | _summed(run, node, sums)
 
 
 def _added(node: Node, given: Inputs, *roles: str) -> dict[str, Any]:

@@ -97,14 +97,13 @@ def norm_grad_table(
     *,
     input_partials=None,
     film=(None,) * 3,
-    sums=None,
-    rows_out=None,
+    sums,
 ):
     """coeff of the norm's backward, and the gradients of its weight and bias, and of scale and
     shift [N, C] if it has them, for which it needs `film`: weight, bias and scale. With the
     partials of its one input it also gives `into.emb` [N, C], the sum of dx over pixels, which is
     the gradient of what was added to the input per (n, c), and `into.input_bias` [C], its sum over
-    n. Gradients [C] are added to, and `rows_out` [N, 2 C or 3 C] is what they are sums of."""
+    n. Gradients [C] are added to; `sums` may be a tensor [N, 2 C or 3 C], of what they are sums."""
     d, e = partials.sum(1).unbind(1)  # [N, C]
     mean, rstd, g, _ = table.unbind(1)
     n, c = d.shape
@@ -126,8 +125,8 @@ def norm_grad_table(
         rows.append(p * d + q * input_partials[:, :, 0].sum(1) + r * pixels)
         if into.emb is not None:
             into.emb.copy_(rows[2])
-    if rows_out is not None:
-        rows_out.copy_(torch.cat(rows, dim=1))
+    if isinstance(sums, Tensor):
+        sums.copy_(torch.cat(rows, dim=1))
     for out, row in zip(into.of_rows, rows, strict=False):
         if out is not None:
             put(out, row.sum(0), True)
@@ -208,7 +207,7 @@ def norm_backward(
     coeff = norm_grad_table(partials, table, pixels, num_groups, into, sums=sums, **given)
     adds = {"add1": add1, "add1_second": add1_second, "upsample1": upsample1, "out": out}
     adds["tf32"] = tf32
-    dx, _, rows = norm_dx(dz, x, None, coeff, sums=(sums or True) if rows else None, **adds)
+    dx, _, rows = norm_dx(dz, x, None, coeff, sums=rows or None, **adds)
     return dx, rows
 
 

@@ -45,13 +45,13 @@ def skip_backward(
     into,
     *,
     sums,
-    rows_out=None,
+    rows=True,
     add1=None,
     dz2=None,
     upsample1=False,
 ):
     """`skip_dx` with the coefficients of `norm_grad_table`; the gradients are added to."""
     pixels = dy.shape[1] * dy.shape[2]
-    coeff = norm_grad_table(partials, table, pixels, num_groups, into, rows_out=rows_out)
-    options = {"add1": add1, "dz2": dz2, "sums": sums, "upsample1": upsample1}
+    coeff = norm_grad_table(partials, table, pixels, num_groups, into, sums=sums)
+    options = {"add1": add1, "dz2": dz2, "sums": rows or None, "upsample1": upsample1}
     return skip_dx(dy, skip_weight, dz, x1, x2, coeff, **options)
