@@ -30,13 +30,12 @@ def _blocks(x: Tensor, window: tuple[int, int]) -> Tensor:
     return x[:, : h // y * y, : w // z * z].reshape(n, h // y, y, w // z, z, c)
 
 
-@launches("avg_pool")
+@launches("avg_pool", makes=("y", "partials"))
 def _avg_pool(run, node, given):
     x, window = given["x"], node.attrs["window"]
     if window == HALF and not (x.shape[1] % 2 or x.shape[2] % 2):
-        y, partials = run.kernels.avg_pool(x, "partials" in node.outputs)
-        return {"y": y, "partials": partials}
-    return _blocks(x, window).mean((2, 4))
+        return run.kernels.avg_pool(x, "partials" in node.outputs)
+    return _blocks(x, window).mean((2, 4)), None
 
 
 @launches("sum_pool")
@@ -51,10 +50,9 @@ def _fir(run, node, given):
     return run.kernels.fir(given["x"].contiguous(), **node.attrs, size=node.out.shape[1:3])
 
 
-@launches("avg_pool_grad")
+@launches("avg_pool_grad", makes=("y", "rows"))
 def _avg_pool_grad(run, node, given):
-    dx, rows = run.kernels.avg_pool_grad(given["dy"], given.get("add"), run.rows_of(node))
-    return {"y": dx, "rows": rows}
+    return run.kernels.avg_pool_grad(given["dy"], given.get("add"), run.rows_of(node))
 
 
 @launches("pad_channels")

@@ -25,13 +25,13 @@ def _rows(run, given: Inputs) -> Tensor:  # [CO, CI]
     return run.filters(given["weight"])[:, :, 0, 0]
 
 
-@launches("conv_few")
+@launches("conv_few", makes=("y", "partials"))
 def _conv_few(run, node, given):
     options = {key: value for key, value in terms(node, given).items() if value is not None}
     options |= {"width": node.attrs["width"]} if "width" in node.attrs else {}
     options |= {"stats": "partials" in node.outputs} | rounding(node)
     y, partials = run.kernels.conv_few(*_conv(run, given), **options)
-    return {next(iter(node.outputs)): y.view(node.out.shape), "partials": partials}
+    return y.view(node.out.shape), partials
 
 
 @launches("conv_split")
@@ -52,65 +52,54 @@ def _split(node, given: Inputs, prefix: str = "") -> SplitConv:
     return SplitConv(parts, node.attrs.get("shape") or y.shape, dtype, **added)
 
 
-@launches("sum_parts")
+@launches("sum_parts", makes=("y", "partials"))
 def _sum_parts(run, node, given):
-    y, partials = run.kernels.sum_parts(_split(node, given))
-    return {"y": y, "partials": partials}
+    return run.kernels.sum_parts(_split(node, given))
 
 
-@launches("resample_parts")
+@launches("resample_parts", makes=("y", "resampled", "partials"))
 def _resample_parts(run, node, given):
-    y, resampled, partials = run.kernels.resample_parts(_split(node, given), node.attrs["up"])
-    return {"y": y, "resampled": resampled, "partials": partials}
+    return run.kernels.resample_parts(_split(node, given), node.attrs["up"])
 
 
-@launches("norm_single_cta")
+@launches("norm_single_cta", makes=("y", "x"))
 def _norm_single_cta(run, node, given):
     source = _split(node, given, "sum_") if "parts" in given else given["x0"]
     options = {"keep": "x" in node.outputs or "parts" not in given}
     if "pool" in node.attrs:
         options = {"pool": True}
     xs = source, given.get("x1")
-    y, x = run.kernels.norm_single_cta(*xs, *_norm_of(node, given, ""), **film(given), **options)
-    return {"y": y, "x": x}
+    return run.kernels.norm_single_cta(*xs, *_norm_of(node, given, ""), **film(given), **options)
 
 
-@launches("norm_of_sums", "norm_upsampled")
+@launches("norm_of_sums", "norm_upsampled", makes=("y", "large"))
 def _norm_of_sums(run, node, given):
     options = {"keep": "large" in node.outputs, "corners": node.attrs.get("corners", False)}
     options |= {"up": node.op == "norm_upsampled"}
     tensors = given["x0"], given.get("x1"), statistics(node, given)
-    y, large = run.kernels.norm_of_sums(*tensors, node.attrs["activation"], **options)
-    return {"y": y, "large": large}
+    return run.kernels.norm_of_sums(*tensors, node.attrs["activation"], **options)
 
 
-def _next_norm(node, given: Inputs) -> NextNorm:
+@launches("conv_norm", makes=("y", "partials", "a"))
+def _conv_norm(run, node, given):
     groups, weight, bias, eps, activation = _norm_of(node, given)
     keep, stats = "y" in node.outputs, "partials" in node.outputs
-    return NextNorm(weight, bias, groups, eps, activation, keep, stats)
-
-
-@launches("conv_norm")
-def _conv_norm(run, node, given):
-    then = _next_norm(node, given)
+    then = NextNorm(weight, bias, groups, eps, activation, keep, stats)
     options = terms(node, given) | {"x2": given.get("x2")}
-    y, partials, a = run.kernels.conv_norm(*_conv(run, given), then, **options)
-    return {"a": a, "y": y, "partials": partials}
+    return run.kernels.conv_norm(*_conv(run, given), then, **options)
 
 
-@launches("norm_conv")
+@launches("norm_conv", makes=("y", "partials"))
 def _norm_conv(run, node, given):
     x, *weight = _conv(run, given)
     norm = statistics(node, given, "norm_"), node.attrs["activation"]
-    y, partials = run.kernels.norm_conv(x, *norm, *weight, **terms(node, given))
-    return {next(iter(node.outputs)): y, "partials": partials}
+    return run.kernels.norm_conv(x, *norm, *weight, **terms(node, given))
 
 
-@launches("upsampled_filters")
+@launches("upsampled_filters", makes=("taps", "rest"))
 def _upsampled_filters(run, node, given):
     a = node.attrs
-    made = run.kernels.upsampled_filters(run.filters(given["weight"]), a["channels"], a["dtype"])
-    return dict(zip(("taps", "rest"), made, strict=True))
+    return run.kernels.upsampled_filters(run.filters(given["weight"]), a["channels"], a["dtype"])
 
 
 @launches("conv_of_upsampled_dx")
@@ -119,18 +108,16 @@ def _conv_of_upsampled_dx(run, node, given):
     return run.kernels.conv_of_upsampled_input_grad(given["dy"], taps)
 
 
-@launches("conv_of_upsampled")
+@launches("conv_of_upsampled", makes=("y", "partials"))
 def _conv_of_upsampled(run, node, given):
     taps = UpsampledFilters(given["taps"], given["rest"])
-    y, partials = run.kernels.conv_of_upsampled(given["x"], taps, given["bias"])
-    return {"y": y, "partials": partials}
+    return run.kernels.conv_of_upsampled(given["x"], taps, given["bias"])
 
 
-@launches("conv_upsampled")
+@launches("conv_upsampled", makes=("y", "partials"))
 def _conv_upsampled(run, node, given):
     taps = UpsampledFilters(given["taps"], given["rest"])
-    y, partials = run.kernels.conv_upsampled(given["a"], taps, given["bias"], emb=given.get("emb"))
-    return {"y": y, "partials": partials}
+    return run.kernels.conv_upsampled(given["a"], taps, given["bias"], emb=given.get("emb"))
 
 
 @launches("projected_attention")

@@ -55,7 +55,7 @@ def _norm_apply(run, node, given):
     return y.view(node.out.shape)
 
 
-@launches("norm")
+@launches("norm", makes=("y", "table", "words"))
 def _norm(run, node, given):
     how = statistics(node, given), node.attrs["activation"]
     mask = mask_of(node, given)
@@ -64,36 +64,35 @@ def _norm(run, node, given):
         words = torch.empty(words.shape, dtype=words.dtype, device=given["x0"].device)
         mask = mask._replace(words=words)
     y, table = run.kernels.norm_apply(*images(given), *how, mask=mask, **_of_type(node))
-    return {"y": y.view(node.out.shape), "table": table, "words": mask and mask.words}
+    return y.view(node.out.shape), table, mask and mask.words
 
 
-@launches("norm_of_upsampled")
+@launches("norm_of_upsampled", makes=("y", "table", "second", "large"))
 def _norm_of_upsampled(run, node, given):
     how = statistics(node, given), node.attrs["activation"]
-    y, (table, second), large = run.kernels.norm_apply_upsampled(*images(given), *how)
-    return {"y": y, "table": table, "second": second, "large": large}
+    y, tables, large = run.kernels.norm_apply_upsampled(*images(given), *how)
+    return y, *tables, large
 
 
 # --- backward -------------------------------------------------------------------------------------
 
 
-@launches("norm_act_grad")
+@launches("norm_act_grad", makes=("dz", "partials"))
 def _norm_act_grad(run, node, given):
     how = *images(given), given["table"], node.attrs["activation"]
     dz, partials = run.kernels.activation_grad(image(given["da"]), *how)
-    return {"dz": dz.view(given["da"].shape), "partials": partials}
+    return dz.view(given["da"].shape), partials
 
 
-@launches("conv_upsampled_dx")
+@launches("conv_upsampled_dx", makes=("dz1", "dz2", "partials"))
 def _conv_upsampled_dx(run, node, given):
-    made = run.kernels.conv_upsampled_input_grad(
+    return run.kernels.conv_upsampled_input_grad(
         given["dy"],
         UpsampledFilters(given["taps"], given["rest"]),
         inputs=images(given),
         tables=(given["table"], given["second"]),
         activation=node.attrs["activation"],
     )
-    return dict(zip(("dz1", "dz2", "partials"), made, strict=True))
 
 
 def _gradients(run: Launcher, node: Node, given: Inputs) -> tuple[dict[str, Tensor], dict]:

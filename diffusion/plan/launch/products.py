@@ -56,9 +56,9 @@ def _linear(run, node, given):
     return y.view(node.out.shape)
 
 
-@launches("conv_fused")
+@launches("conv_fused", makes=("y", "partials"))
 def _conv_fused(run, node, given):
-    y, partials = run.kernels.conv_forward(
+    return run.kernels.conv_forward(
         given["x"],
         run.filters(given["weight"]),
         bias_of(given),
@@ -66,7 +66,6 @@ def _conv_fused(run, node, given):
         stats="partials" in node.outputs,
         width=node.attrs.get("width"),
     )
-    return {"y": y, "partials": partials}
 
 
 @launches("conv_down")
@@ -107,7 +106,7 @@ def _product_dx(run, node, given):
     return dx[:, y0 : y0 + h, x0 : x0 + w].contiguous()
 
 
-@launches("conv_input_grad")
+@launches("conv_input_grad", makes=("dz", "partials"))
 def _conv_input_grad(run, node, given):
     dz, partials = run.kernels.conv_input_grad(
         _rows(given["dy"]),
@@ -117,7 +116,7 @@ def _conv_input_grad(run, node, given):
         activation=node.attrs["activation"],
         mask=mask_of(node, given),
     )
-    return {"dz": dz.view(node.out.shape), "partials": partials}
+    return dz.view(node.out.shape), partials
 
 
 @launches("conv_down_dx")
@@ -191,7 +190,7 @@ def _apart(given: Inputs) -> tuple[Tensor, Tensor]:  # [N, T, C], [N, L, 2C]
     return given["q"].flatten(1, -2), kv.flatten(1, -2)
 
 
-@launches("attention")
+@launches("attention", makes=("y", "state"))
 def _attention(run, node, given):
     heads, k = node.attrs["heads"], run.of(node)
     if not is_of_kernels(node):
@@ -201,10 +200,9 @@ def _attention(run, node, given):
         o, state = k.attention_forward(_packed(given), heads, order, **rounding(node))
     else:
         o, state = k.cross_attention_forward(*_apart(given), given.get("mask"), heads)
-    made = {"y": o.view(node.out.shape), "state": state}
     if state is None and "state" in node.outputs:  # whose backward pass needs none
-        made["state"] = o.new_zeros(node.outputs["state"].shape)
-    return made
+        state = o.new_zeros(node.outputs["state"].shape)
+    return o.view(node.out.shape), state
 
 
 @launches("attention_grad")
@@ -279,13 +277,13 @@ def _memory(given: Inputs, heads: int) -> tuple[Tensor, Tensor] | None:
     return tuple(given[role].unflatten(-1, (heads, -1)) for role in MEMORY)
 
 
-@launches("linear_attention")
+@launches("linear_attention", makes=("y", "context", "lse"))
 def _linear_attention(run, node, given):
     a = node.attrs
     memory = _memory(given, a["heads"])
     tensors = *_by_heads(node, given), memory, a["scale"]
     o, context, lse = run.of(node).linear_attention_forward(*tensors)
-    return {"y": o.reshape(node.out.shape), "context": context, "lse": lse}
+    return o.reshape(node.out.shape), context, lse
 
 
 @launches("linear_attention_grad")

@@ -39,7 +39,7 @@ def _stem_weights(run, node, given):
     return taps.permute(1, 2, 0).contiguous()
 
 
-@launches("stage_weights")
+@launches("stage_weights", makes=("weight", "by_tap"))
 def _stage_weights(run, node, given):
     a, weight, side = node.attrs, given["weight"][:, :, 0], given.get("side")
     if a["transposed"]:  # [2C, C, 3], of which a tap is zero, as [C, C, 4]: see `pack_conv`
@@ -56,7 +56,7 @@ def _stage_weights(run, node, given):
         transposed=a["transposed"],
         widest=a["widest"],
     )
-    return {"weight": conv.weight, "by_tap": conv.by_tap}
+    return conv.weight, conv.by_tap
 
 
 def _activation(node: Node, given: Inputs) -> Activation:
@@ -78,11 +78,11 @@ def _activation(node: Node, given: Inputs) -> Activation:
     return Activation(source, norm, film, residual)
 
 
-@launches("stage")
+@launches("stage", makes=("partial", "side", "kept"))
 def _stage(run, node, given):
     a, activation = node.attrs, _activation(node, given)
     taps = (a[key] for key in ("taps", "stride", "transposed", "side", "widest"))
-    made = run.kernels.conv_stage(
+    return run.kernels.conv_stage(
         activation,
         Conv(given["weight"], *taps, given.get("by_tap")),
         skip=given.get("skip"),
@@ -90,7 +90,6 @@ def _stage(run, node, given):
         batched=activation.shape[0] >= a["batched_from"],
         allow_tf32=node.tf32,
     )
-    return dict(zip(("partial", "side", "kept"), made, strict=True))
 
 
 @launches("head")

@@ -39,16 +39,18 @@ class Inputs(dict[str, Any]):
 
 
 LAUNCHES: dict[str, Callable[["Launcher", Node, Inputs], Any]] = {}
+MAKES: dict[str, tuple[str, ...]] = {}  # of ops whose row returns a tuple, the roles in it
 # ops by PyTorch's kernels, which a dry run shows shapes alone; `casts` has some of ours beside them
 BY_PYTORCH: set[str] = set()
 
 
-def launches(*ops: str) -> Callable[[Callable], Callable]:
-    """A row: a function of the launcher, the node and its inputs, which returns its first result or
-    all by role."""
+def launches(*ops: str, makes: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+    """A row: a function of the launcher, the node and its inputs, which returns its first result, a
+    tuple of what it `makes`, or all by role. A result that is None is not made."""
 
     def register(function: Callable) -> Callable:
         LAUNCHES.update(dict.fromkeys(ops, function))
+        MAKES.update(dict.fromkeys(ops, makes))
         return function
 
     return register
@@ -82,7 +84,10 @@ class Launcher:
         if "rng" in given:
             given["first"] = node.attrs["first"] + self.first
         made = LAUNCHES[node.op](self._rounding if node.rounds else self, node, given)
-        made = made if isinstance(made, dict) else {next(iter(node.outputs)): made}
+        if not isinstance(made, dict):
+            several = MAKES[node.op]
+            first = next(iter(node.outputs))
+            made = dict(zip(several, made, strict=True)) if several else {first: made}
         wanted = {role: value for role, value in node.outputs.items() if role not in given.into}
         found = {v: made[role] for role, v in wanted.items() if made.get(role) is not None}
         if self.is_step:  # whose rows are float32, whatever the trace said of their sums
