@@ -19,7 +19,7 @@ from ..runtime.backend import ready_kernels
 from ..runtime.precompile import compile_recorded, compiles_ahead
 from . import planned
 from .build import Plan, plan
-from .compile_ahead import launches_of
+from .dry_passes import launches_of
 from .graph import PlanError
 from .launch.table import launch_kernels
 from .module_states import ModuleStates

@@ -4,17 +4,20 @@ or how much memory they take.
 Nobody writes these tensors, and PyTorch's own kernels see shapes alone.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from triton_kernels.runtime.device import Device
+from triton_kernels.runtime.launch_recorder import Launch, rehearsal
+
 from .build import Plan
-from .dry_run import META, launch_on_shapes, unwritten
+from .dry_run import META, unwritten
 from .execute import Streams, run_moves
 from .graph import Node, Value
 from .launch.pytorch import as_it_lies
-from .launch.table import BY_PYTORCH, Launcher
+from .launch.table import BY_PYTORCH, Launcher, launch_kernels
 from .moves import Move
 from .ops import FREE
 
@@ -28,6 +31,20 @@ def starts(plan: Plan) -> dict[Value, Tensor]:
     begins = [*plan.graph.inputs, *plan.graph.parameters.values()]
     begins += [] if plan.backward is None else plan.backward.seeds.values()
     return {v: blank(v, v in plan.graph.in_order) for v in begins} | plan.graph.constants
+
+
+def launches_of(made: Plan, tensors: Sequence[Tensor], gpu: Device) -> list[Launch]:
+    """What both passes launch for such inputs and parameters on a GPU, and nothing is launched: many
+    processes compile the kernels before the first call, of which a network has more than a hundred,
+    and each takes a second or more."""
+    graph = made.graph
+    begins = [*graph.inputs, *graph.parameters.values(), *graph.constants]
+    there = [*tensors, *graph.constants.values()]
+    values = {v: unwritten(x, HOST) for v, x in zip(begins, there, strict=True)}
+    values |= {seed: blank(seed) for seed in made.backward.seeds.values()} if made.backward else {}
+    with rehearsal(gpu) as launches:
+        dry_passes(made, values, launch_kernels.of_backward({}, HOST))
+    return launches
 
 
 def dry_passes(
@@ -56,11 +73,12 @@ def dry_passes(
 
 def launch_dry(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
     """What the node makes, over such tensors. PyTorch's kernels are not run."""
-    if node.op in BY_PYTORCH and node.op in _VIEWS:
+    if node.op not in BY_PYTORCH:
+        return run(node, values)
+    if node.op in _VIEWS:
         return _viewed(run, node, values)
-    if node.op in BY_PYTORCH:
-        return launch_on_shapes(run, node, values)
-    return run(node, values)
+    shapes = {v: unwritten(values[v], META) for v in node.inputs.values()}
+    return {v: unwritten(x, HOST) for v, x in run(node, shapes).items()}
 
 
 def _viewed(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:

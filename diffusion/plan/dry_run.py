@@ -5,7 +5,7 @@ the launcher does. `DryRun` visits nodes like `execute.run`, with tensors on the
 which have shapes but no memory, and launches no kernel.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,16 +34,6 @@ def nothing_launched(gpu: Device) -> Iterator[None]:
     with noting_launches(gpu, nothing, (JITFunction, InterpretedFunction)), paused():
         with torch.no_grad():
             yield
-
-
-def launch_on_shapes(
-    run: Callable[[Node, Mapping[Value, Tensor]], dict[Value, Tensor]],
-    node: Node,  # by PyTorch's kernels, which see shapes alone
-    values: Mapping[Value, Tensor],
-) -> dict[Value, Tensor]:
-    """What the node makes, in host memory that nobody writes."""
-    shapes = {v: unwritten(values[v], META) for v in node.inputs.values() if v is not None}
-    return {v: unwritten(x, torch.device("cpu")) for v, x in run(node, shapes).items()}
 
 
 def unwritten(x: Tensor, device: torch.device) -> Tensor:
