@@ -34,9 +34,9 @@ def starts(plan: Plan) -> dict[Value, Tensor]:
 
 
 def launches_of(made: Plan, tensors: Sequence[Tensor], gpu: Device) -> list[Launch]:
-    """What both passes launch for such inputs and parameters on a GPU, and nothing is launched: many
-    processes compile the kernels before the first call, of which a network has more than a hundred,
-    and each takes a second or more."""
+    """What both passes would launch for such inputs and parameters on a GPU. So many processes can
+    compile it before the first call: a network has more than a hundred kernels, of which each takes
+    a second or more."""
     graph = made.graph
     begins = [*graph.inputs, *graph.parameters.values(), *graph.constants]
     there = [*tensors, *graph.constants.values()]

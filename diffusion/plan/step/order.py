@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from ..graph import Node, Value, readers_of
 from ..moves import Move
 from ..ops import FREE, WEIGHT_GRADS
-from ..order import GROUP
+from ..order import GROUP, has_group_kernels, size_of_filters
 from .places import EMB, Place
 
 SHARE = 0.5  # of the multiprocessors: see docs/tried.md
@@ -226,13 +226,10 @@ class _Order:
             self._start(key)
 
     def _goes_with_others(self, node: Node) -> bool:
-        x, dy, shape = node.inputs["x"], node.inputs["dy"], node.out.shape
-        if not node.keeps_size or len(x.shape) != 4:
-            return False
-        if (shape[1], shape[0]) != (x.shape[3], dy.shape[3]):
-            return False
+        x = node.inputs["x"]
         again = self.made.get(x)
-        return again is None or again.op != "upsample"
+        is_image = len(x.shape) == 4 and (again is None or again.op != "upsample")
+        return is_image and has_group_kernels(node)
 
     def _start(self, key: tuple) -> None:
         group = self.groups.pop(key)
@@ -254,7 +251,7 @@ class _Order:
 
 def _size(node: Node) -> tuple:
     """Of the images, and of the filters."""
-    return node.inputs["x"].shape[:3], tuple(node.out.shape[2:4]) or (1, 1)
+    return node.inputs["x"].shape[:3], size_of_filters(node)
 
 
 def _gradient(node: Node) -> Value | None:
