@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .build import Plan
 from .execute import Streams, run, run_moves
-from .graph import Node, Value, made_of
+from .graph import Node, Value, behind_what_they_read, made_of, nodes_for
 from .launch.table import filters
 
 
@@ -65,10 +65,14 @@ def _of_parameters(
     # without what is no longer read, such as buffers of an embedding's layers
     values = {v: parameters[name] for name, v in graph.parameters.items() if name in parameters}
     values |= {value: tensor.to(device) for value, tensor in graph.constants.items()}
-    keys, fixed = _keys(made), [n for n in made.schedule.nodes if n in made.schedule.fixed]
-    missing = _missing([v for v in keys if v in read], fixed, lambda value: keys[value] in known)
-    last = {value: node for node in missing for value in node.inputs.values()}
-    for node in missing:
+    keys = _keys(made)
+    new = {v for v in keys if keys[v] not in known}
+    fixed = [n for n in made.schedule.nodes if n in made.schedule.fixed]
+    needed = nodes_for(new & read, [n for n in fixed if not new.isdisjoint(n.outputs.values())])
+    ends = [n for n in needed if not read.isdisjoint(n.outputs.values())]
+    needed = behind_what_they_read([*ends, *needed])  # of each end all, before the next end
+    last = {value: node for node in needed for value in node.inputs.values()}
+    for node in needed:
         others = (value for value in node.inputs.values() if value not in values)
         values |= {value: known[keys[value]] for value in others}  # which another plan has made
         for value, tensor in launch(node, values).items():
@@ -92,24 +96,3 @@ def _keys(made: Plan) -> dict[Value, str]:
             key = f"{node.op}({inputs}; {sorted(node.attrs.items())})"
             keys |= {value: f"{key}.{role}" for role, value in node.outputs.items()}
     return keys
-
-
-def _missing(
-    wanted: Sequence[Value], nodes: Sequence[Node], is_known: Callable[[Value], bool]
-) -> list[Node]:
-    """The nodes that make what is wanted and not known, each behind those that it reads."""
-    makers = {value: node for node in nodes for value in node.outputs.values()}
-    found: dict[Node, None] = {}
-    waiting = list(reversed(wanted))
-    while waiting:
-        value = waiting[-1]
-        node = makers.get(value)
-        if node is None or node in found or is_known(value):
-            waiting.pop()
-            continue
-        before = [v for v in node.inputs.values() if v in makers and makers[v] not in found]
-        before = [v for v in before if not is_known(v)]
-        if not before:
-            found[node] = None
-        waiting += before
-    return list(found)
