@@ -84,16 +84,10 @@ def _norm(d, node, dy):
     if made.op != "norm_table":
         return _pass_of_rows(d, node, made, dy)
     film = {r: made.inputs[r] for r in ("weight", "bias", "scale", "shift") if r in made.inputs}
-    if not any(value in d.needed for value in (*xs, *film.values())):
+    if d.needed.isdisjoint((*xs, *film.values())):
         return
     (n, _, c), several = table.shape, numbered("x", xs)
-    first = d.graph.node(
-        "norm_act_grad",
-        {"da": dy, **several, "table": table},
-        {"dz": (dy.shape, dy.dtype), "partials": ((n, 1, 2, c), table.dtype)},
-        activation=node.attrs["activation"],
-    )
-    dz, partials = first.outputs.values()
+    dz, partials = _norm_act_grad(d, node, dy)
     second = d.graph.node(
         "norm_grad_table",
         {"partials": partials, "table": table, **film},
@@ -110,19 +104,22 @@ def _norm(d, node, dy):
     d.send_each("norm_dx", inputs, {f"dx{i}": x for i, x in enumerate(xs, 1)})
 
 
+def _norm_act_grad(d, node, dy) -> tuple[Value, Value]:
+    """dz, and its partials."""
+    table = node.inputs["table"]
+    n, _, c = table.shape
+    inputs = {"da": dy, **numbered("x", node.many("x")), "table": table}
+    outputs = {"dz": (dy.shape, dy.dtype), "partials": ((n, 1, 2, c), table.dtype)}
+    made = d.graph.node("norm_act_grad", inputs, outputs, **node.attrs)
+    return tuple(made.outputs.values())
+
+
 def _pass_of_rows(d, node, table, dy):
     """act(x g + b): of g and b the sums that a norm's table would have the gradients of."""
     (x,), (_, gain, offset) = node.many("x"), table.many("x")
     if d.needed.isdisjoint((x, gain, offset)):
         return
-    (n, _, c), exact = table.out.shape, table.out.dtype
-    first = d.graph.node(
-        "norm_act_grad",
-        {"da": dy, "x0": x, "table": table.out},
-        {"dz": (dy.shape, dy.dtype), "partials": ((n, 1, 2, c), exact)},
-        activation=node.attrs["activation"],
-    )
-    dz, partials = first.outputs.values()
+    (n, _, c), (dz, partials) = table.out.shape, _norm_act_grad(d, node, dy)
 
     def row(of: Value, at: int) -> Value:
         sums = d.make("sum", {"x": partials}, partials, (n, 2, c), axes=(1,))
@@ -144,7 +141,7 @@ def _pass_of_rows(d, node, table, dy):
 @gradient("attention")
 def _attention(d, node, dy):
     parts = {role: node.inputs[role] for role in PARTS if role in node.inputs}
-    if not any(value in d.needed for value in parts.values()):
+    if d.needed.isdisjoint(parts.values()):
         return
     first, heads = next(iter(parts.values())), node.attrs["heads"]
     positions = math.prod(first.shape[1:-1])
@@ -157,7 +154,7 @@ def _attention(d, node, dy):
 @gradient("linear_attention")
 def _linear_attention(d, node, dy):
     parts = {r: node.inputs[r] for r in (*PARTS, *MEMORY) if r in node.inputs}
-    if not any(value in d.needed for value in parts.values()):
+    if d.needed.isdisjoint(parts.values()):
         return
     n, heads, width = node.out.shape[0], node.attrs["heads"], node.out.shape[-1]
     each, exact = width // heads, node.out.exact
