@@ -75,7 +75,7 @@ def known(path: Path) -> set[Path]:
     ids=lambda p: str(p.relative_to(ROOT)),
 )
 def test_what_a_folder_knows_does_not_know_it(folder):
-    """So that `plan/step`, which asks `plan/schedule.py`, is not asked by it, and a norm does not
+    """So that `plan/step`, which asks `plan/schedule`, is not asked by it, and a norm does not
     know the convolutions that make it in their launches."""
     inside = {path for path in folder.rglob("*.py")}
     waiting = list(inside)

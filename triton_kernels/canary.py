@@ -14,9 +14,9 @@ from torch import Tensor
 
 from . import reference
 from .conv.fused import conv_forward, conv_input_grad
-from .conv.hopper.row_wgrad import TILE as WGRAD_TILE
-from .conv.hopper.tile_mma import TileMma
-from .conv.plain import tma, tma_wgrad
+from .conv.hopper.tiles.tile_mma import TileMma
+from .conv.hopper.weight_grads.row_wgrad import TILE as WGRAD_TILE
+from .conv.plain.by_tma import tma, tma_wgrad
 from .conv.weight_grad import conv_weight_grad
 from .hopper.descriptors import MISSING
 from .runtime.device import describe, switch_off, switched_off

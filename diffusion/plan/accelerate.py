@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from .build import Plan
-from .calls import Calls
+from .calls.calls import Calls
 from .graph import PlanError
 from .record.notes import is_recording
 

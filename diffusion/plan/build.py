@@ -16,10 +16,10 @@ from .fuse.rows import fuse, prepare
 from .graph import Graph, Node, Value
 from .join.rules import join
 from .norms import split_norms
-from .order import backward_moves, forward_moves
 from .rounding import round_operands
-from .schedule import Schedule, schedule
-from .together import casts_together, sums_together
+from .schedule.order import backward_moves, forward_moves
+from .schedule.schedule import Schedule, schedule
+from .schedule.together import casts_together, sums_together
 from .trace import Traced, trace
 
 

@@ -11,7 +11,7 @@ from triton_kernels.runtime.dependent_launch import dependent_launches
 
 from .graph import Node, Value
 from .launch.table import launch_reference
-from .moves import Move
+from .schedule.moves import Move
 
 
 def run(

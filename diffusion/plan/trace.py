@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from triton_kernels import reference
 
 from ..models.layers import Layer
-from .canonical import canonicalise
+from .canonical.canonical import canonicalise
 from .graph import Graph, PlanError
 from .known_buffers import KnownBuffers
 from .lower import attention_by_hand, by_pytorch, images, shapes  # noqa: F401  they fill the table

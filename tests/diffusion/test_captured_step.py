@@ -11,9 +11,9 @@ from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.unet import UNet
-from diffusion.plan import streams
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.moves import THIRD
+from diffusion.plan.schedule import streams
+from diffusion.plan.schedule.moves import THIRD
 from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.process.objective import Objective
 from diffusion.process.schedule import make_schedule

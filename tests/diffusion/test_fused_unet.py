@@ -12,10 +12,10 @@ from diffusion.models.conditions import Conditions, parts_of, with_null_token
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.layers import set_backend
 from diffusion.models.unet import UNet
-from diffusion.plan import streams
 from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.fuse.rows import ROWS, leaving_out
-from diffusion.plan.moves import THIRD
+from diffusion.plan.schedule import streams
+from diffusion.plan.schedule.moves import THIRD
 from diffusion.plan.step import memory
 from diffusion.plan.step.network import TrainingUNet, training_network
 from diffusion.plan.step.others import TrainingNetwork

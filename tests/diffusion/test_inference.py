@@ -20,7 +20,8 @@ from diffusion.runtime.backend import TORCH_FP32, Backend
 from diffusion.sampling.guidance import guide
 from triton_kernels import fused_ops as fused, reference
 from triton_kernels.conv import split as conv_split
-from triton_kernels.conv.plain import pointer_split, small_batch as conv_early
+from triton_kernels.conv.plain import small_batch as conv_early
+from triton_kernels.conv.plain.pointers import pointer_split
 from triton_kernels.reference import fused as fused_reference
 from triton_kernels.registry.kernel import Op
 from triton_kernels.runtime.device import Device

@@ -8,8 +8,14 @@ from torch import Tensor
 
 from triton_kernels import reference
 from triton_kernels.conv.fused import conv_forward, conv_input_grad
-from triton_kernels.conv.plain import gather as conv_gather, gather_wgrad, tma as conv_tma
-from triton_kernels.conv.plain.tma_boxes import boxes_of_image, covering_box, image_box, row_box
+from triton_kernels.conv.plain import gather as conv_gather, gather_wgrad
+from triton_kernels.conv.plain.by_tma import tma as conv_tma
+from triton_kernels.conv.plain.by_tma.tma_boxes import (
+    boxes_of_image,
+    covering_box,
+    image_box,
+    row_box,
+)
 from triton_kernels.conv.weight_grad import conv_weight_grad
 from triton_kernels.runtime.device import describe
 

@@ -10,7 +10,7 @@ import triton_kernels
 from diffusion.errors import ConfigError
 from diffusion.runtime import backend
 from triton_kernels import canary
-from triton_kernels.conv.hopper import row_wgrad
+from triton_kernels.conv.hopper.weight_grads import row_wgrad
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.runtime import device as device_module
 from triton_kernels.runtime.device import describe, standing_for, switch_off, switched_off, without

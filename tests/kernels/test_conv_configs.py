@@ -9,12 +9,14 @@ import torch
 
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.configs import WgradOperands
-from triton_kernels.conv.hopper import fp16_split_wgrad, mma_wgrad
+from triton_kernels.conv.hopper.weight_grads import fp16_split_wgrad, mma_wgrad
 from triton_kernels.conv.plain import (
     gather as conv_gather,
     gather_wgrad,
     pointwise_wgrad,
     tf32x3 as conv_tf32x3,
+)
+from triton_kernels.conv.plain.by_tma import (
     tma as conv_tma,
     tma_boxes,
     tma_stride as conv_stride,

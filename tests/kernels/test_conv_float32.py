@@ -12,8 +12,8 @@ from triton_kernels.conv.plain import (
     gather_wgrad,
     im2col_wgrad,
     tf32x3 as conv_tf32x3,
-    tma as conv_tma,
 )
+from triton_kernels.conv.plain.by_tma import tma as conv_tma
 from triton_kernels.conv.plain.linear_tf32x3 import LinearTf32x3
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.runtime.device import describe

@@ -4,11 +4,8 @@ import pytest
 import torch
 
 from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
-from triton_kernels.conv.plain import (
-    fused_launch,
-    fused_tiles as conv_tiles,
-    tma_wgrad as conv_tma_wgrad,
-)
+from triton_kernels.conv.plain import fused_launch, fused_tiles as conv_tiles
+from triton_kernels.conv.plain.by_tma import tma_wgrad as conv_tma_wgrad
 
 from .conv_cases import MODEL
 from .conv_fused_cases import (

@@ -5,7 +5,8 @@ import torch
 
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
-from triton_kernels.conv.hopper import row_mma, row_wgrad
+from triton_kernels.conv.hopper.stationary import row_mma
+from triton_kernels.conv.hopper.weight_grads import row_wgrad
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.registry.choose import listed

@@ -9,8 +9,8 @@ from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv, fused as conv_fused
 from triton_kernels.conv.hopper import linear_mma
 from triton_kernels.conv.hopper.linear_mma import TILES
+from triton_kernels.conv.plain.by_tma.tma_boxes import boxes_of_image
 from triton_kernels.conv.plain.fused_tiles import box_of
-from triton_kernels.conv.plain.tma_boxes import boxes_of_image
 from triton_kernels.registry.spec import ConvSpec
 
 from .chips import HOPPER

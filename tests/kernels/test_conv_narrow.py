@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from triton_kernels.conv.fused import FORWARD
-from triton_kernels.conv.hopper import narrow, row_wgrad
+from triton_kernels.conv.hopper import narrow
+from triton_kernels.conv.hopper.weight_grads import row_wgrad
 from triton_kernels.conv.weight_grad import conv_weight_grad, weight_grad_spec
 from triton_kernels.registry.choose import listed
 from triton_kernels.runtime.device import describe

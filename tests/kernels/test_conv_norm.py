@@ -9,8 +9,9 @@ from triton_kernels.conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from triton_kernels.conv.few import conv_few
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
-from triton_kernels.conv.hopper import single_tile, tile_mma
+from triton_kernels.conv.hopper import single_tile
 from triton_kernels.conv.hopper.single_tile import SingleTile
+from triton_kernels.conv.hopper.tiles import tile_mma
 from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import describe
 

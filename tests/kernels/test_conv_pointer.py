@@ -6,9 +6,9 @@ import torch
 
 from triton_kernels.conv import fused as conv_fused, weight_grad
 from triton_kernels.conv.fused import conv_forward, conv_plain_input_grad
-from triton_kernels.conv.plain import pointer, pointer_wgrad
-from triton_kernels.conv.plain.pointer_tiles import TILES
-from triton_kernels.conv.plain.tma_boxes import spread_row_box
+from triton_kernels.conv.plain.by_tma.tma_boxes import spread_row_box
+from triton_kernels.conv.plain.pointers import pointer, pointer_wgrad
+from triton_kernels.conv.plain.pointers.pointer_tiles import TILES
 
 from .conv_fused_cases import (
     DTYPES,

@@ -9,9 +9,9 @@ import torch
 
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import FORWARD
-from triton_kernels.conv.hopper import tile_mma
+from triton_kernels.conv.hopper.tiles import tile_mma
+from triton_kernels.conv.plain.by_tma.tma_boxes import boxes_of_image
 from triton_kernels.conv.plain.fused_tiles import box_of
-from triton_kernels.conv.plain.tma_boxes import boxes_of_image
 from triton_kernels.registry.choose import listed
 from triton_kernels.tf32 import rounded_to_tf32
 

@@ -9,8 +9,9 @@ from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.configs import ConvOperands
 from triton_kernels.conv.forward import FORWARD, INPUT_GRAD, TransposeFirst, spec_of
-from triton_kernels.conv.hopper import tile_mma, unfused_1x1
-from triton_kernels.conv.plain import tma as conv_tma
+from triton_kernels.conv.hopper.tiles import tile_mma
+from triton_kernels.conv.hopper.unfused import unfused_1x1
+from triton_kernels.conv.plain.by_tma import tma as conv_tma
 from triton_kernels.hopper.descriptors import SUPPORTED
 from triton_kernels.registry.choose import listed
 from triton_kernels.runtime.device import describe

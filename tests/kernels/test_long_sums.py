@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from triton_kernels.conv.hopper import fp16_split_wgrad, group_wgrad, mma_wgrad, row_wgrad
-from triton_kernels.conv.plain import gather_wgrad, pointwise_wgrad, tma_stride, tma_wgrad
+from triton_kernels.conv.hopper.weight_grads import (
+    fp16_split_wgrad,
+    group_wgrad,
+    mma_wgrad,
+    row_wgrad,
+)
+from triton_kernels.conv.plain import gather_wgrad, pointwise_wgrad
+from triton_kernels.conv.plain.by_tma import tma_stride, tma_wgrad
 from triton_kernels.conv.weight_grad import plan, weight_grad_spec
 from triton_kernels.conv.wgrad_group import conv_weight_grads, grads_spec
 from triton_kernels.conv.wgrad_parts import Gradient

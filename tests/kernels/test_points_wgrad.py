@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from triton_kernels.conv.hopper import points_wgrad
-from triton_kernels.conv.hopper.points_wgrad import TILES, count_blocks, pixel_tiles
+from triton_kernels.conv.hopper.weight_grads import points_wgrad
+from triton_kernels.conv.hopper.weight_grads.points_wgrad import TILES, count_blocks, pixel_tiles
 from triton_kernels.reductions.long_sums import MOST_PRODUCTS
 from triton_kernels.registry.chips import CHIPS
 from triton_kernels.registry.spec import ConvSpec, WeightGradsSpec

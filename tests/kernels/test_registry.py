@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
-from triton_kernels.conv.hopper import row_mma
 from triton_kernels.conv.hopper.narrow import NarrowOutput
+from triton_kernels.conv.hopper.stationary import row_mma
 from triton_kernels.conv.split import CONV_SPLIT
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.registry import choose as registry, rows, search

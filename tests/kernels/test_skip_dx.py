@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from triton_kernels.conv import skip_dx
-from triton_kernels.conv.plain import pointer_skip_dx, tma_skip_dx
+from triton_kernels.conv.plain.by_tma import tma_skip_dx
+from triton_kernels.conv.plain.pointers import pointer_skip_dx
 from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
 from triton_kernels.norm.tables import NormGrads
 from triton_kernels.reductions.row_sums import RowSums

@@ -11,7 +11,7 @@ from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import one_row
 from triton_kernels.conv.hopper.one_row import OneRow
 from triton_kernels.conv.plain.parts import SplitOperands, count_steps
-from triton_kernels.conv.plain.pointer_split import PointerParts
+from triton_kernels.conv.plain.pointers.pointer_split import PointerParts
 from triton_kernels.conv.plain.small_batch import EarlyConfig, EarlyParts, split_early
 from triton_kernels.conv.plain.split_k import SplitConfig
 from triton_kernels.conv.split import CONV_SPLIT

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from triton_kernels.conv import wgrad_group as weight_grads, wgrad_parts
-from triton_kernels.conv.hopper import group_wgrad, rounds_wgrad, row_wgrad
-from triton_kernels.conv.hopper.group_wgrad import Tile
-from triton_kernels.conv.hopper.rounds_wgrad import Rounds
+from triton_kernels.conv.hopper.weight_grads import group_wgrad, rounds_wgrad, row_wgrad
+from triton_kernels.conv.hopper.weight_grads.group_wgrad import Tile
+from triton_kernels.conv.hopper.weight_grads.rounds_wgrad import Rounds
 from triton_kernels.conv.wgrad_group import conv_weight_grads
 from triton_kernels.conv.wgrad_parts import Gradient
 from triton_kernels.registry.chips import CHIPS

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from diffusion.plan.accelerate import Accelerated
-from diffusion.plan.dry_passes import launches_of
+from diffusion.plan.calls.dry_passes import launches_of
 from diffusion.plan.record.without_gpu import cuda_autocast
 from tests.kernels import chips
 from tests.plan.networks import network

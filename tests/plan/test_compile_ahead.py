@@ -8,7 +8,7 @@ import torch
 
 from diffusion import accelerate
 from diffusion.errors import ConfigError
-from diffusion.plan import calls
+from diffusion.plan.calls import calls
 from diffusion.runtime import backend
 from tests.end_to_end.run import run
 from tests.plan.compiled_ahead import NAMES

@@ -20,8 +20,8 @@ from diffusion.plan.fuse.forward import FORWARD_ROWS
 from diffusion.plan.fuse.preparing import PREPARING
 from diffusion.plan.fuse.rewrite import Fusing
 from diffusion.plan.fuse.rows import leaving_out
-from diffusion.plan.moves import nodes_of
 from diffusion.plan.ops import WEIGHT_GRADS
+from diffusion.plan.schedule.moves import nodes_of
 from diffusion.runtime.backend import TORCH_FP32
 from tests.diffusion.diffusers_models import ours
 from tests.plan.compare import in_float64

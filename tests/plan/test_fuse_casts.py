@@ -8,9 +8,9 @@ from torch import nn
 
 from diffusion import accelerate
 from diffusion.plan.build import plan
+from diffusion.plan.calls.planned import Planned
 from diffusion.plan.fuse.rows import applied, leaving_out
 from diffusion.plan.ops import WEIGHT_GRADS
-from diffusion.plan.planned import Planned
 from tests.diffusion.test_fused_unet import OF_CASTS
 from tests.plan.strangers import Normed
 

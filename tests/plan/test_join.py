@@ -12,8 +12,8 @@ from diffusion.plan.fuse.preparing import PREPARING
 from diffusion.plan.fuse.rows import leaving_out
 from diffusion.plan.graph import Node, Value
 from diffusion.plan.launch.table import filters, launch_kernels, launch_reference
-from diffusion.plan.moves import nodes_of
 from diffusion.plan.ops import JOINED
+from diffusion.plan.schedule.moves import nodes_of
 from tests.plan.compare import in_float64
 from tests.plan.networks import NAMES, network
 from tests.plan.strangers import STRANGERS

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffusion.plan import planned
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.build import plan
-from diffusion.plan.calls import Calls
+from diffusion.plan.calls import planned
+from diffusion.plan.calls.calls import Calls
 from diffusion.plan.launch.table import launch_kernels
 from diffusion.plan.trace import trace
 from tests.plan.compare import compare

@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion.plan import module_states
 from diffusion.plan.build import states_of
-from diffusion.plan.module_states import ModuleStates
+from diffusion.plan.calls import module_states
+from diffusion.plan.calls.module_states import ModuleStates
 
 
 def _network() -> nn.Module:

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffusion import accelerate
 from diffusion.plan.build import plan
-from diffusion.plan.dry_passes import dry_passes, starts
+from diffusion.plan.calls.dry_passes import dry_passes, starts
 from diffusion.plan.dry_run import nothing_launched
 from diffusion.plan.launch.table import launcher_of
 from tests.plan.strangers import Magnitudes

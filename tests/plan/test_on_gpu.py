@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from diffusion.models.blocks import AttentionBlock, CrossAttentionBlock, ResBlock
-from diffusion.plan import planned
 from diffusion.plan.accelerate import Accelerated
-from diffusion.plan.calls import Calls
+from diffusion.plan.calls import planned
+from diffusion.plan.calls.calls import Calls
 from diffusion.plan.launch import products
 from diffusion.plan.launch.table import launch_kernels, launch_reference
 from diffusion.runtime.backend import TORCH_FP32

@@ -6,9 +6,9 @@ import torch
 
 from diffusion.models.conditions import parts_of
 from diffusion.models.flat_parameters import FlatParameters
-from diffusion.plan import streams
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.moves import MAIN, SECOND, THIRD
+from diffusion.plan.schedule import streams
+from diffusion.plan.schedule.moves import MAIN, SECOND, THIRD
 from diffusion.plan.step import order
 from diffusion.plan.step.network import TrainingUNet
 from tests.diffusion.test_fused_unet import MODELS, given, make

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from diffusion import accelerate
-from diffusion.plan import planned, replay
+from diffusion.plan.calls import planned, replay
 from diffusion.plan.launch.table import launch_kernels, launch_reference
 from tests.plan import imitated_graph
 from tests.plan.runs import RUNS

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from diffusion.plan import streams
 from diffusion.plan.build import plan
 from diffusion.plan.graph import Node, Value
 from diffusion.plan.launch.table import launch_reference
-from diffusion.plan.moves import MAIN, SECOND, Move, nodes_of
 from diffusion.plan.ops import WEIGHT_GRADS
-from diffusion.plan.order import GROUP, SMALL
-from diffusion.plan.streams import alive, rounded
+from diffusion.plan.schedule import streams
+from diffusion.plan.schedule.moves import MAIN, SECOND, Move, nodes_of
+from diffusion.plan.schedule.order import GROUP, SMALL
+from diffusion.plan.schedule.streams import alive, rounded
 from tests.plan.networks import network
 from tests.plan.test_races import races
 

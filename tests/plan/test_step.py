@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from diffusion.models.flat_parameters import FlatParameters
-from diffusion.plan import schedule, streams
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.moves import MAIN, SECOND, THIRD
+from diffusion.plan.schedule import schedule, streams
+from diffusion.plan.schedule.moves import MAIN, SECOND, THIRD
+from diffusion.plan.schedule.streams import rounded
 from diffusion.plan.step import memory, network as network_module, order
 from diffusion.plan.step.network import TrainingUNet
-from diffusion.plan.streams import rounded
 from tests.diffusion.test_fused_unet import MODELS, given, make
 from triton_kernels.reference import fused as fused_reference
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from diffusion.plan.execute import Streams
-from diffusion.plan.moves import MAIN, SECOND, THIRD, Move
+from diffusion.plan.schedule.moves import MAIN, SECOND, THIRD, Move
 from diffusion.training.beside import Beside
 
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from diffusion.plan.moves import MAIN, SECOND, THIRD
 from diffusion.plan.printed.kernels import Launched
 from diffusion.plan.printed.page import Line, Page
 from diffusion.plan.printed.timeline import _family, _runs, draw, times
+from diffusion.plan.schedule.moves import MAIN, SECOND, THIRD
 from triton_kernels.registry.chips import chip
 
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from diffusion.plan import planned
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.build import plan
+from diffusion.plan.calls import planned
 from diffusion.plan.launch.table import launch_kernels
-from diffusion.plan.moves import nodes_of
+from diffusion.plan.schedule.moves import nodes_of
 from tests.plan.runs import RUNS, interpreted
 from triton_kernels.reductions import row_sums
 

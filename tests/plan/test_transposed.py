@@ -8,7 +8,7 @@ from torch import nn
 
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.build import plan
-from diffusion.plan.moves import nodes_of
+from diffusion.plan.schedule.moves import nodes_of
 from diffusion.plan.trace import trace
 
 BUDGET = 1e-11  # of float64

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from diffusion.plan import planned
 from diffusion.plan.accelerate import Accelerated
 from diffusion.plan.build import plan
+from diffusion.plan.calls import planned
 from diffusion.plan.launch.table import launch_kernels
-from diffusion.plan.moves import nodes_of
 from diffusion.plan.ops import WEIGHT_GRADS
-from diffusion.plan.order import GROUP
+from diffusion.plan.schedule.moves import nodes_of
+from diffusion.plan.schedule.order import GROUP
 from tests.plan.runs import RUNS
 
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from diffusion.plan.build import plan, states_of
-from diffusion.plan.planned import evaluate
+from diffusion.plan.calls.planned import evaluate
 from diffusion.plan.record.record import record
 from diffusion.plan.record.without_gpu import GPU, cuda_autocast
 from diffusion.plan.trace import plain_layers, trace

@@ -21,8 +21,8 @@ from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_second
 from .fused_spec import Terms, forward_spec
-from .hopper import tile_mma
 from .hopper.operands import NormOfResult, Operands
+from .hopper.tiles import tile_mma
 
 _MIN_PIXELS, _MOST_PIXELS = 16, 64  # of an image
 _GROUPS = (1, 2, 4, 8, 16)  # channels of one: those of a warp, which sums them by shuffles

@@ -18,9 +18,12 @@ from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
 from .configs import ConvOperands
-from .hopper import linear_mma, unfused_1x1, unfused_3x3
-from .plain import gather, im2col_fwd, linear_tf32x3, pointer, tf32x3, tma, tma_stride
-from .plain.tma_boxes import unaddressable
+from .hopper import linear_mma
+from .hopper.unfused import unfused_1x1, unfused_3x3
+from .plain import gather, im2col_fwd, linear_tf32x3, tf32x3
+from .plain.by_tma import tma, tma_stride
+from .plain.by_tma.tma_boxes import unaddressable
+from .plain.pointers import pointer
 from .plain.transpose_weights import transpose_weights
 
 _KEY = ("h", "w", "k", "p", "q", "c", "r", "s", "stride", "dtype")

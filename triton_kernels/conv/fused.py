@@ -34,11 +34,14 @@ from ..runtime.device import describe
 from ..runtime.layout import is_aligned
 from .conv2d import conv2d_input_grad
 from .fused_spec import Terms, forward_spec
-from .hopper import linear_mma, narrow, row_mma, tile_mma
+from .hopper import linear_mma, narrow
 from .hopper.operands import Operands
-from .plain import fused_launch, pointer
+from .hopper.stationary import row_mma
+from .hopper.tiles import tile_mma
+from .plain import fused_launch
+from .plain.by_tma.tma_boxes import boxes_of_image
 from .plain.fused_tiles import box_of, piece_of, summed_box
-from .plain.tma_boxes import boxes_of_image
+from .plain.pointers import pointer
 
 FORWARD = Op(
     "conv_forward",

@@ -26,8 +26,8 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .fused_spec import Terms, forward_spec
-from .hopper import row_mma
 from .hopper.operands import Norm, Operands
+from .hopper.stationary import row_mma
 
 _LEAST_TILES, _MOST_TILES = 4, 64  # of an image: a warp loads their sums at once
 

@@ -23,11 +23,12 @@ from ..registry.choose import select
 from ..registry.kernel import Op
 from ..registry.spec import ConvSpec, NormSpec, dtype_name, precision_of
 from ..runtime.device import describe
-from .plain import pointer_skip_dx, tma_skip_dx
-from .plain.pointer_tiles import PointerTile
+from .plain.by_tma import tma_skip_dx
+from .plain.by_tma.tma import Config
+from .plain.by_tma.tma_boxes import boxes_of_image
+from .plain.pointers import pointer_skip_dx
+from .plain.pointers.pointer_tiles import PointerTile
 from .plain.skip_dx_tiles import NormSums, SkipOperands, box_of, straddles
-from .plain.tma import Config
-from .plain.tma_boxes import boxes_of_image
 
 
 def _key(spec: ConvSpec) -> dict[str, Any]:

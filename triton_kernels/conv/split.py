@@ -20,9 +20,11 @@ from ..registry.kernel import Op
 from ..registry.spec import FEW_IMAGES, ConvSpec
 from ..runtime.device import Device, describe
 from .fused_spec import forward_spec
-from .hopper import one_row, tile_mma
-from .plain import pointer_split, small_batch, split_k
+from .hopper import one_row
+from .hopper.tiles import tile_mma
+from .plain import small_batch, split_k
 from .plain.parts import LEAST_STEPS, SplitOperands, refuse_boxes
+from .plain.pointers import pointer_split
 
 _MAX_PIXELS = 1024  # of an image, since the norm that follows holds a group of all its pixels
 

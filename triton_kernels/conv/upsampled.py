@@ -23,7 +23,7 @@ from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import Device, describe
 from .fused import conv_input_grad
 from .hopper import upsampled as gluon_upsampled
-from .hopper.tile_mma import cut
+from .hopper.tiles.tile_mma import cut
 from .upsampled_filters import BLOCK_C, UpsampledFilters
 
 # Forward alone it is faster at 16 images, and with fewer not measured. A step makes the filters

@@ -16,8 +16,10 @@ from ..registry.spec import ConvSpec, WeightGradsSpec, dtype_name, precision_of
 from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
 from .configs import SplitKernel, WgradOperands, kernel_of_tile
-from .hopper import fp16_split_wgrad, mma_wgrad, row_wgrad
-from .plain import gather_wgrad, im2col_wgrad, pointer_wgrad, pointwise_wgrad, tma_stride, tma_wgrad
+from .hopper.weight_grads import fp16_split_wgrad, mma_wgrad, row_wgrad
+from .plain import gather_wgrad, im2col_wgrad, pointwise_wgrad
+from .plain.by_tma import tma_stride, tma_wgrad
+from .plain.pointers import pointer_wgrad
 
 WEIGHT_GRAD = Op(
     "conv_weight_grad",

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import WeightGradsSpec, precision_of
-from .hopper import group_wgrad, points_wgrad, rounds_wgrad
+from .hopper.weight_grads import group_wgrad, points_wgrad, rounds_wgrad
 from .weight_grad import conv_weight_grad, one_after_one, weight_grad_spec
 from .wgrad_parts import Gradient, GroupOperands
 

@@ -10,7 +10,7 @@ returns None.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ..canonical import merge_equal
+from ..canonical.canonical import merge_equal
 from ..differentiate import Backward
 from ..graph import Graph, Node
 from .backward import BACKWARD_ROWS

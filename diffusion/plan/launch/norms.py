@@ -13,7 +13,7 @@ from triton_kernels.reductions.row_sums import RowSums
 
 from ..graph import Node, many
 from ..ops import SUMS_OF_NORM
-from ..streams import rounded
+from ..schedule.streams import rounded
 from .table import Inputs, Launcher, image, images, launches, mask_of
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from ..canonical.norms_by_hand import channel_norm_attributes
 from ..graph import Value
-from ..norms_by_hand import channel_norm_attributes
 from ..views import View, in_order, whole
 from .arithmetic import arithmetic
 from .table import Lowering, each, lowers

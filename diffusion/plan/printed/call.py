@@ -5,10 +5,10 @@ from torch import Tensor
 from triton_kernels.registry.chips import Chip
 
 from ..build import Plan
-from ..dry_passes import HOST, dry_passes, starts
+from ..calls.dry_passes import HOST, dry_passes, starts
 from ..graph import Value
 from ..launch.table import Kernels, launcher_of
-from ..moves import Move
+from ..schedule.moves import Move
 from .kernels import noting
 from .memory import ACTIVATIONS, LAUNCHES, ROWS, Allocations, Memory
 

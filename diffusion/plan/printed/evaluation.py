@@ -8,7 +8,7 @@ from torch import Tensor
 from triton_kernels.registry.chips import Chip
 
 from ..build import Plan
-from ..dry_passes import launch_dry, starts
+from ..calls.dry_passes import launch_dry, starts
 from ..evaluation import Evaluation
 from ..graph import Node, Value
 from ..launch.table import Kernels, filters, launcher_of

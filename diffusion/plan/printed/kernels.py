@@ -18,7 +18,7 @@ from triton_kernels.registry.choose import Decision, noted
 from triton_kernels.runtime.launch_recorder import noting_launches
 
 from ..build import Plan
-from ..dry_passes import HOST, dry_passes, starts
+from ..calls.dry_passes import HOST, dry_passes, starts
 from ..graph import Node
 from ..launch.table import BY_PYTORCH, Kernels, launcher_of
 

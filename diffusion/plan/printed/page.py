@@ -13,8 +13,8 @@ from triton_kernels.runtime.device import Device
 from ..build import Plan
 from ..graph import Node, Value
 from ..launch.table import Kernels
-from ..moves import Move
 from ..ops import WEIGHT_GRADS
+from ..schedule.moves import Move
 from .call import call_memory
 from .flops import flops_of
 from .kernels import Launched, is_interpreted, launched

@@ -14,7 +14,7 @@ from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
 from ..embedding import TOGETHER
 from ..graph import PlanError, Value
-from ..moves import Move
+from ..schedule.moves import Move
 from ..step.network import TrainingUNet, step_kernels
 from ..step.plan import StepPlan
 from .kernels import Launched, Notes, is_interpreted, noting

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ..moves import MAIN
 from ..ops import WEIGHT_GRADS
+from ..schedule.moves import MAIN
 from .page import Line, Page
 
 # streams, by their numbers in the table

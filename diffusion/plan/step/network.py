@@ -22,7 +22,7 @@ from ..embedding import EmbeddingLayers, Step
 from ..execute import Streams, run_moves
 from ..graph import Value
 from ..launch.table import Launcher
-from ..moves import Move
+from ..schedule.moves import Move
 from .others import TrainingNetwork
 from .places import EMB
 from .plan import StepPlan, step_plan

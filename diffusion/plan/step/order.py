@@ -26,9 +26,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..graph import Node, Value, readers_of
-from ..moves import Move
 from ..ops import FREE, WEIGHT_GRADS
-from ..order import GROUP, has_group_kernels, size_of_filters
+from ..schedule.moves import Move
+from ..schedule.order import GROUP, has_group_kernels, size_of_filters
 from .places import EMB, Place
 
 SHARE = 0.5  # of the multiprocessors: see docs/tried.md

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...models.conditions import Conditions, Given
-from ..calls import Calls
+from ..calls.calls import Calls
 from ..graph import PlanError
 from ..launch.table import launch_kernels
 

@@ -22,7 +22,7 @@ from ..fuse.rows import fuse, prepare
 from ..graph import Graph, Node, Value
 from ..norms import split_norms
 from ..rounding import round_where_made
-from ..schedule import Schedule, schedule
+from ..schedule.schedule import Schedule, schedule
 from ..trace import trace
 from .memory import keep_less, write_over
 from .order import InStep, backward_moves, forward_moves

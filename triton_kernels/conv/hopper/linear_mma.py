@@ -20,7 +20,7 @@ from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.hardware import BESIDE_BUFFERS
 from ..configs import ConvOperands
-from ..plain.tma_boxes import unaddressable
+from ..plain.by_tma.tma_boxes import unaddressable
 from .operands import Operands
 
 if SUPPORTED:

@@ -28,7 +28,7 @@ from ...hopper.pairs import round_pairs, widen_pairs
 from ...hopper.pipeline import Ring, Turns, new_barriers, new_ring, new_turns, wait_for
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs_alone, begin_next
-from .tile_epilogue import (
+from .tiles.tile_epilogue import (
     Terms,
     by_image,
     in_pieces,

@@ -30,7 +30,7 @@ from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.hardware import BESIDE_BUFFERS
 from .operands import filters_in_boxes
-from .tile_mma import cut, in_rows, registers
+from .tiles.tile_mma import cut, in_rows, registers
 
 if SUPPORTED:
     from .upsampled_kernels import conv_parity_kernel

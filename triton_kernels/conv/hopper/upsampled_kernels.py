@@ -15,9 +15,9 @@ from ...hopper.compat import aggregate, allocate_for_views, sync_threads, tma_lo
 from ...hopper.pipeline import new_barriers, new_ring, new_turns
 from ...hopper.roles import launch_roles
 from ...runtime.dependent_launch import await_inputs_alone
-from .tile_epilogue import Beside, Terms
-from .tile_mma_loop import Blocks, Tiles, pixels_from
-from .tile_multiply import Dropout, Results, ThenNorm, multiply_tiles
+from .tiles.tile_epilogue import Beside, Terms
+from .tiles.tile_mma_loop import Blocks, Tiles, pixels_from
+from .tiles.tile_multiply import Dropout, Results, ThenNorm, multiply_tiles
 
 
 @gluon.constexpr_function

@@ -14,11 +14,11 @@ from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
 from ..hopper.operands import Operands
 from . import fused_tiles
+from .by_tma.tma import Config, worth_transposing
+from .by_tma.tma_boxes import in_boxes, is_ragged, tile_sizes, weight_in_boxes
 from .fused_kernels import conv_forward_kernel, conv_input_grad_kernel
 from .fused_tiles import box_of, piece_of, programs
 from .tf32x3 import is_split_before
-from .tma import Config, worth_transposing
-from .tma_boxes import in_boxes, is_ragged, tile_sizes, weight_in_boxes
 from .transpose_weights import split, transpose_weights
 
 FWD_CONFIGS = [

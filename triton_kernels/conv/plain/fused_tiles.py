@@ -8,8 +8,8 @@ from ...registry.cost import Work, beside_rows, outside_rows, programs_at_a_time
 from ...registry.kernel import CLOCKS
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
-from .tma import Config
-from .tma_boxes import (
+from .by_tma.tma import Config
+from .by_tma.tma_boxes import (
     count_boxes,
     covering_box,
     image_box,

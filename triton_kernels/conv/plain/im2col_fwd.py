@@ -22,8 +22,8 @@ from ...runtime.dependent_launch import await_inputs, following, overlapping
 from ...runtime.device import Device
 from ...tf32 import round_to_tf32
 from ..configs import ConvOperands
+from .by_tma.tma_boxes import as_one_row, in_boxes
 from .products import add_split_product, whole_sum
-from .tma_boxes import as_one_row, in_boxes
 
 _MOST_COLUMNS = 64
 _FEWEST_CHANNELS = 16  # of x; with fewer z would be larger than x

@@ -19,7 +19,7 @@ from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ..configs import WgradOperands, split_kernel
-from ..hopper import mma_wgrad
+from ..hopper.weight_grads import mma_wgrad
 
 _FEWEST_PIXELS = 2**14  # which pay for a copy
 _TILE = mma_wgrad.TILES[0]

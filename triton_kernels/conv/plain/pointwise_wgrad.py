@@ -25,7 +25,7 @@ from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
 from ...tf32 import dot_of_split, round_to_tf32
 from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel, wgrad_work
-from .tma_boxes import refuse_wide_float32
+from .by_tma.tma_boxes import refuse_wide_float32
 
 _FEW = 64  # pixels
 _MANY = 256  # with more others are faster, `mma_wgrad` in TF32

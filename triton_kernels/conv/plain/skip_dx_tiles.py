@@ -6,9 +6,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ...registry.spec import ConvSpec
-from .pointer_tiles import PointerTile
-from .tma import Config
-from .tma_boxes import covering_box, image_box, is_ragged
+from .by_tma.tma import Config
+from .by_tma.tma_boxes import covering_box, image_box, is_ragged
+from .pointers.pointer_tiles import PointerTile
 
 
 class NormSums(NamedTuple):

@@ -16,10 +16,7 @@ from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
-from .fused_kernels import conv_forward_kernel
-from .fused_launch import columns_in_boxes
-from .parts import PartsTile, SplitOperands, count_steps, cut, part_bytes, refuse_boxes
-from .tma_boxes import (
+from .by_tma.tma_boxes import (
     by_parity,
     count_boxes,
     pixel_box,
@@ -27,6 +24,9 @@ from .tma_boxes import (
     tile_sizes,
     weight_in_boxes,
 )
+from .fused_kernels import conv_forward_kernel
+from .fused_launch import columns_in_boxes
+from .parts import PartsTile, SplitOperands, count_steps, cut, part_bytes, refuse_boxes
 
 
 @configures("split_k")

@@ -1,0 +1,1 @@
+"""Calls of an accelerated module: a plan for each kind, compiled ahead, run, replayed as graphs."""

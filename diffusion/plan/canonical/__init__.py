@@ -1,0 +1,1 @@
+"""One form for each computation: rewrites behind the trace, of norms written by hand and more."""

@@ -1,0 +1,1 @@
+"""Order, streams, lifetimes of tensors, and what many nodes do in one launch."""

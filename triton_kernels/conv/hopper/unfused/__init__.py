@@ -1,0 +1,1 @@
+"""The public `conv2d` by Hopper's kernels, without terms beside a bias."""

@@ -1,0 +1,1 @@
+"""Convolutions whose tiles TMA fetches."""

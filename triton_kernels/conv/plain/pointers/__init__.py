@@ -1,0 +1,1 @@
+"""Convolutions that read through pointers, for GPUs without a TMA unit."""
