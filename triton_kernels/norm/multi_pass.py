@@ -213,7 +213,9 @@ def _backward(
     sums, table = stream_sums(xs, dy, stats, params, act)
     if not dx:
         return (None, None), sums
-    coeff = norm_grad_table(sums, table, hw, stats.shape[2], NormGrads(), centred=True)
+    rows = table.new_empty((n, 2 * c))  # of the same sums, which nobody reads here
+    options = {"sums": rows, "centred": True}
+    coeff = norm_grad_table(sums, table, hw, stats.shape[2], NormGrads(), **options)
     with dependent_launches():
         dx1, dx2, _ = norm_dx(dy, *xs, coeff, table=table, activation=act)
     return (dx1, dx2), sums
