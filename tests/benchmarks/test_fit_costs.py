@@ -23,6 +23,7 @@ def test_parameters_are_found_again():
     assert min(fit_costs.nonnegative(a, a @ known - 3 * a[:, 1])) == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "gpu"),
     [("forward", HOPPER), ("weight_grads", HOPPER), ("attention", CHIPS["a100"].gpu)],

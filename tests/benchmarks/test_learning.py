@@ -70,6 +70,7 @@ def test_ways_begin_alike_and_learn(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "learning.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_what_is_judged_is_the_average(tmp_path, monkeypatch):
     """Of the parameters after each step, by the rule of `optim`, whichever way trains."""
     ways = ("torch-fp32", "eager-fp32")

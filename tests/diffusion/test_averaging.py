@@ -66,6 +66,7 @@ def runs(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_it_is_what_training_would_have_kept(runs, capsys):
     path = average({"ckpt": str(runs / "a"), "decay": 0.7})
     last = latest_checkpoint(runs / "b" / "checkpoints")

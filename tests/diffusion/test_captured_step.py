@@ -156,6 +156,7 @@ def test_captured_deterministic(case, device, deterministic):
     check(case, device)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU has captured steps")
 @pytest.mark.parametrize(
     "case",

@@ -113,6 +113,7 @@ def numbers(run_dir):
     return [[row[field] for field in compared] for row in rows(run_dir)]
 
 
+@pytest.mark.long
 def test_the_metrics_of_a_resumed_run_are_those_of_an_unbroken_one(tmp_path, monkeypatch):
     """Resumed in the middle of an interval, killed behind a row, and with more steps than asked for
     at first."""

@@ -42,10 +42,13 @@ def in_time():
         raise TimeoutError("it hangs")
 
     before = signal.signal(signal.SIGALRM, late)
+    # a shell ignores it for what it puts into the background
+    interrupts = signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.alarm(SECONDS * 3)  # more on a machine that is busy
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+    signal.signal(signal.SIGINT, interrupts)
 
 
 @pytest.fixture

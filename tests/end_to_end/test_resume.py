@@ -53,6 +53,7 @@ def test_every_setting_that_changed_is_listed(run_dir):
     assert after["optim"]["lr"] == 1e-4 and after["dataset"]["channels"] == 1
 
 
+@pytest.mark.long
 def test_another_batch_size_goes_on_in_the_order_of_the_data(run_dir):
     """Behind the four images of the first step; what is said of the first two batches of two."""
     for steps, said in ((2, "goes on behind the 4 samples seen"), (3, "behind the 6 samples seen")):

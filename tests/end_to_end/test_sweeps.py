@@ -74,6 +74,7 @@ def test_each_job_of_joblib_computes_on_a_gpu_of_its_own(tmp_path):
     assert sorted(gpus) == sorted(map(str, range(count)))
 
 
+@pytest.mark.long
 def test_a_job_is_its_settings_and_not_its_number(tmp_path):
     command = ("train.py", *ONE_STEP, f"run_dir={tmp_path}/sweep")
     code, _, err = run(*command, "optim.lr=1e-4,2e-4", cwd=tmp_path)

@@ -147,6 +147,7 @@ ROUNDS = {
 }
 
 
+@pytest.mark.long
 def test_sums_of_cut_blocks(device):
     """Of blocks behind others that are whole, of four gradients whose channels fill no blocks."""
     channels, whole, splits = ((72, 136), (64, 64), (8, 72), (136, 16)), 2, 3

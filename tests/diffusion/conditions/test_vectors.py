@@ -89,6 +89,7 @@ def test_vectors_by_the_kernels_and_by_pytorch(vector_run):
     check_same(models, outputs)
 
 
+@pytest.mark.long
 def test_a_run_with_vectors_goes_on_and_knows_them(vector_run, pairs, tmp_path):
     row = evaluate({"ckpt": str(vector_run), "metrics": ["loss"], "device": "cpu"})
     trained = rows(vector_run / "held_out.csv")[-1]
