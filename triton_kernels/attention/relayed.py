@@ -34,7 +34,7 @@ from ..runtime.hardware import WARP, thread_registers
 from .hopper import by_heads, in_waves, is_long, refuse_heads, shared
 from .kernels import attention_bwd_delta_kernel
 from .operands import BwdOperands
-from .tiles import block_d
+from .tiles import block_d, is_wide
 
 if SUPPORTED:
     from .relayed_kernels import attention_bwd_relayed_kernel
@@ -59,7 +59,7 @@ _SHARE = 4  # one multiprocessor in so many has a program of the same head, at m
 def keys_of(d: int) -> int:
     """Keys of a program: 64 of each of the two warpgroups or, of heads so wide that dk and dv of 64
     keys take both of them, 64 that they share."""
-    return 64 if block_d(d) > 128 else 128
+    return 64 if is_wide(d) else 128
 
 
 def refuse(spec: AttentionSpec, gpu: Device) -> str | None:

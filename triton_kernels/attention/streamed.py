@@ -25,7 +25,7 @@ from ..runtime.device import Device
 from ..runtime.hardware import thread_registers
 from .hopper import by_heads, in_waves, is_long, refuse_heads, shared
 from .operands import FwdOperands
-from .tiles import block_d
+from .tiles import block_d, is_wide
 
 if SUPPORTED:
     from .streamed_kernels import attention_fwd_kept_kernel, attention_fwd_streamed_kernel
@@ -72,7 +72,7 @@ def refuse_streamed(spec: AttentionSpec, gpu: Device) -> str | None:
 
 def streamed_tiles(spec: AttentionSpec, gpu: Device) -> list[StreamedTile]:
     """With 256 channels, results and shared memory leave room for 64 keys."""
-    return [c for c in STREAMED_CONFIGS if c.step == (64 if block_d(spec.d) > 128 else 128)]
+    return [c for c in STREAMED_CONFIGS if c.step == (64 if is_wide(spec.d) else 128)]
 
 
 def kept_cost(spec: AttentionSpec, gpu: Device, config: KeptTile) -> float:

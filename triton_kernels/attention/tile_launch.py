@@ -15,7 +15,7 @@ from . import relayed
 from .hopper import is_long
 from .kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .operands import BwdOperands, FwdOperands
-from .tiles import BwdConfig, Tile, block_d, bwd_tiles, fwd_tiles, refuse, work
+from .tiles import BwdConfig, Tile, block_d, bwd_tiles, fwd_tiles, is_wide, refuse, work
 
 
 def tiles_grad_cost(spec: AttentionSpec, gpu: Device, config: BwdConfig) -> float:
@@ -25,7 +25,7 @@ def tiles_grad_cost(spec: AttentionSpec, gpu: Device, config: BwdConfig) -> floa
     if relayed.refuse(spec, gpu) is not None or config != bwd_tiles(spec, gpu)[0]:
         return math.inf
     blocks, d = math.ceil(spec.t / 64), block_d(spec.d)
-    alone = 2 if d > 128 else 1
+    alone = 2 if is_wide(spec.d) else 1
     program = 0.06 * d - 0.3 + blocks * alone * (0.32 + 0.0125 * d)  # us of both kernels
     us = max(1.0, spec.n * blocks / gpu.num_sms) * program
     return us if is_long(spec, gpu) else math.inf

@@ -108,20 +108,25 @@ def block_d(d: int) -> int:
     return max(16, triton.next_power_of_2(d))
 
 
+def is_wide(d: int) -> bool:
+    """Whether a head has 129 to 256 channels: results of 64 rows fill a warpgroup's registers."""
+    return 128 < block_d(d) <= 256
+
+
 def fwd_tiles(spec: AttentionSpec, gpu: Device) -> list[Tile]:
     """The one first that is taken where none was measured to be faster."""
-    first = [FWD_WIDE] * _is_wide(spec, gpu) + [fwd_config(spec)]
+    first = [FWD_WIDE] * _takes_wide(spec, gpu) + [fwd_config(spec)]
     return [*first, *(c for c in FWD_CONFIGS if _is_listed(c, spec, gpu))]
 
 
 def bwd_tiles(spec: AttentionSpec, gpu: Device) -> list[BwdConfig]:
     """The one first that is taken where none was measured to be faster."""
-    first = [BWD_WIDE] * _is_wide(spec, gpu) + [bwd_config(spec)]
+    first = [BWD_WIDE] * _takes_wide(spec, gpu) + [bwd_config(spec)]
     return [*first, *(c for c in BWD_CONFIGS if _is_listed(c, spec, gpu))]
 
 
-def _is_wide(spec: AttentionSpec, gpu: Device) -> bool:
-    return gpu.hopper and spec.itemsize == 2 and 128 < block_d(spec.d) <= 256
+def _takes_wide(spec: AttentionSpec, gpu: Device) -> bool:
+    return gpu.hopper and spec.itemsize == 2 and is_wide(spec.d)
 
 
 def _is_listed(config: Tile | BwdConfig, spec: AttentionSpec, gpu: Device) -> bool:
