@@ -132,9 +132,10 @@ def load(
     ckpt: a run, a checkpoint, a diffusers directory, or a weights file. origin: for a weights file,
     what it does not contain: `model` and `diffusion` (a name or a dict of settings), `size`,
     `channels`.
-    ema: True: the averaged weights; False: the trained ones; a number: one of `optim.more_ema`.
-    precision: bf16, tf32 or fp32; None: the run's on a GPU, fp32 on a CPU. ConfigError: there is no
-    checkpoint, it is damaged, or a setting is wrong.
+    ema: True: the averaged weights; False: the trained ones; a number: one of `optim.more_ema` or
+    of tools/average.py, which also makes "sigma_rel_0.1". precision: bf16, tf32 or fp32; None: the
+    run's on a GPU, fp32 on a CPU. ConfigError: there is no checkpoint, it is damaged, or a setting
+    is wrong.
 
     `load(...).model` may be moved between devices like the network of `build`.
     """
@@ -285,8 +286,8 @@ def evaluate(
 def prepare(src: str | Path, out: str | Path, **settings: Any) -> None:
     """Write images, latents or an array into one file, as tools/prepare.py does.
 
-    settings: those of configs/prepare.yaml, such as `size=64, workers=4` or `encode=FOLDER`. Where
-    it was killed, the same call continues. ConfigError: a setting or the data are wrong.
+    settings: those of configs/prepare.yaml, such as `size=64, workers=4` or `encode=FOLDER`. If it
+    was killed, the same call continues. ConfigError: a setting or the data are wrong.
     """
     from .runs.prepare import prepare_as_configured
     from .settings import as_plain
@@ -320,9 +321,11 @@ def register_model(name: str) -> "Callable[[type[nn.Module]], type[nn.Module]]":
 def register_dataset(name: str) -> "Callable[[Callable], Callable]":
     """Decorator for a function that loads images; `dataset.name=NAME` in a configuration calls it.
 
-    The function's arguments are the settings of the group `dataset`, except `name` and `flip`, and
-    have defaults. One of them is `size`, a side or [H, W]. It returns a `diffusion.data.ImageSet`.
-    ValueError: it has no argument `size`, or the name is taken. See docs/extending.md.
+    The function's arguments are the settings of the group `dataset`, and have defaults. One of them
+    is `size`, a side or [H, W]. Not among them are those of every set: `name`, `flip`, `held_out`,
+    `vectors`, `context`, and `channels` unless the function has it. It returns a
+    `diffusion.data.ImageSet`. ValueError: it has no argument `size`, or the name is taken. See
+    docs/extending.md.
     """
     from .data import register_dataset as register
 
@@ -333,13 +336,12 @@ def accelerate(module: "nn.Module", capture: bool = True) -> "nn.Module":
     """A module that runs the forward and backward of `module` by a plan (docs/plan.md). It has the
     same parameters, arguments and results, trains and evaluates, and may be wrapped in DDP.
 
-    On a GPU a call that comes the third time with the same shapes is captured in CUDA graphs, which
-    later calls replay: Python would need longer to launch the kernels than the GPU to run them. The
-    graphs keep the memory of one call. `capture=False`: every call is launched.
+    On a GPU the third call with the same shapes is captured in CUDA graphs, which later calls
+    replay. The graphs keep the memory of one call. `capture=False`: every call is launched.
 
     The first call with new shapes traces and plans. It raises `diffusion.plan.graph.PlanError` for
-    an op that cannot be planned, with the line of the module that calls it, and ConfigError on a
-    GPU for which no kernel is right.
+    what cannot be planned, with the line of the module, and ConfigError on a GPU for which no
+    kernel is right.
     """
     from .plan.accelerate import Accelerated
 
