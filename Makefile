@@ -35,8 +35,8 @@ demo: $(VENV)/.installed ## train on drawn elephants at a small size and draw sa
 	$(BIN)/python train.py experiment=demo run_dir=runs/demo
 	$(BIN)/python sample.py ckpt=runs/demo n=36 out=runs/demo/elephants.png
 
-test: $(VENV)/.installed-test ## run the test-suite, three cases of each test (ten minutes on two cores)
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --few 3
+test: $(VENV)/.installed-test ## run the test-suite, two cases of each test (ten minutes on two cores)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --few 2
 
 test-all: $(VENV)/.installed-test ## run every case of every test, but for the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal

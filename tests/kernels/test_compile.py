@@ -113,7 +113,7 @@ def _of_a_kernel(name: str):
     return pytest.param(name, marks=pytest.mark.one_of(name.partition(" ")[0]))
 
 
-@pytest.mark.parametrize("wanted", map(_of_a_kernel, CASES))
+@pytest.mark.parametrize("wanted", [*map(_of_a_kernel, CASES)])
 def test_compiles(compiled, wanted):
     case, result = CASES[wanted], compiled(wanted)
     assert result["ok"], result["error"]
