@@ -1,4 +1,4 @@
-"""Dropout (Srivastava et al. 2014) whose mask is never in memory:
+"""Dropout (Srivastava et al. 2014) whose mask is drawn again in backward:
 
     y = x / (1 - p) where a uniform draw u >= p, else 0;     dx = dy / (1 - p) at the same elements
 
