@@ -23,7 +23,7 @@ def made(module, args):
         planned = plan(module, args, trains=True)
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
     parameters = [tensors[name] for name in planned.graph.parameters]
-    (y,) = Planned.apply(planned, None, None, len(args), *args, *parameters)
+    (y,) = Planned.apply(planned, None, None, None, len(args), *args, *parameters)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y.dtype)
     return planned, (y, *torch.autograd.grad(y, parameters, dy, allow_unused=True))
 

@@ -72,6 +72,22 @@ def test_as_layer_by_layer(name, caplog):
     assert not caplog.records and len(network.plans) == 1
 
 
+def test_hooks_of_parameters_see_their_gradients():
+    torch.manual_seed(0)
+    model, x = in_float64(policy()), torch.randn(2, 1, 8, 2).double()
+    flat, found = FlatParameters(model), []
+    _, (seen, *_) = zip(*model.named_parameters(), strict=True)
+    seen.register_hook(lambda gradient: 2 * gradient)
+    seen.register_post_accumulate_grad_hook(lambda parameter: found.append(parameter.grad.clone()))
+    for run in (model.forward_nhwc, TrainingNetwork(model)):
+        flat.grad.zero_()
+        run(
+            x, T, torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).double()
+        ).sum().backward()
+    torch.testing.assert_close(found[1], found[0])
+    assert found[0].any()
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", NETWORKS)
 def test_on_the_kernels(name, device):

@@ -49,8 +49,10 @@ class Calls:
         self,
         launch: Callable | None = None,  # how nodes are launched; None: as the device has it
         capture: bool = True,  # calls that come again become CUDA graphs, see `replay`
+        # adds gradients to those of parameters, both as lists; None: autograd does
+        add: Callable[[list[Tensor], list[Tensor]], None] | None = None,
     ) -> None:
-        self._launch = launch
+        self._launch, self._add = launch, add
         self._replays = Replays() if capture and launch is None else None
         self.plans: dict[tuple, list[Plan]] = {}  # which differ in what the module read of itself
         # names of the module that it does not have, which its forward pass may ask for
@@ -73,7 +75,7 @@ class Calls:
         given = [*inputs, *parameters]
         replay = None if self._replays is None else self._replays.of(made, given)
         if made.backward is not None:
-            outputs = Planned.apply(made, self._launch, replay, len(inputs), *given)
+            outputs = Planned.apply(made, self._launch, self._add, replay, len(inputs), *given)
         elif replay is not None:
             outputs = replay.forward(given)
         else:

@@ -76,11 +76,12 @@ class Planned(torch.autograd.Function):
         ctx: Any,
         made: Plan,
         launch: Callable | None,
+        add: Callable[[list[Tensor], list[Tensor]], None] | None,  # gradients of parameters to them
         replay: Replay | None,  # None: launched
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.made, ctx.launch, ctx.replay = made, launch, replay
+        ctx.made, ctx.launch, ctx.add, ctx.replay = made, launch, add, replay
         if replay is None:
             outputs, values = evaluate(made, list(tensors[:count]), list(tensors[count:]), launch)
             # no views, to which nobody could write, but of what is the caller's, where it would be
@@ -130,7 +131,17 @@ class Planned(torch.autograd.Function):
             for i in range(len(graph.inputs), len(found)):
                 if found[i] is not None:
                     found[i] = as_it_lies(found[i], tensors[i], kernels)
-        return None, None, None, None, *found
+        if ctx.add is not None:
+            there = [i for i in range(len(graph.inputs), len(found)) if found[i] is not None]
+            there = [i for i in there if not _has_hooks(tensors[i])]
+            ctx.add([tensors[i] for i in there], [found[i] for i in there])
+            found = [None if i in there else x for i, x in enumerate(found)]
+        return *[None] * 5, *found
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Whether somebody wants to see or change its gradient, or to know that it is there."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _apart(grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -1,12 +1,13 @@
 """Networks that are no `UNet`, in training: by the plan that `accelerate` makes of them.
 
-Their gradients come through autograd, and are added to the flat buffer parameter by parameter;
-parameters in 16 bits are made in every call.
+Their gradients are tensors of their own, which a few launches add to the flat buffer; parameters in
+16 bits are made in every call.
 """
 
 import logging
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...models.conditions import Conditions, Given
@@ -39,7 +40,7 @@ class TrainingNetwork:
         if self.plans is not None:
             given = vars(labels) if isinstance(labels, Conditions) else {"labels": labels}
             if first not in self.plans:
-                self.plans[first] = _Call(self.model, first), Calls(launch=launch_kernels)
+                self.plans[first] = _Call(self.model, first), Calls(launch=launch_kernels, add=_add)
             call, calls = self.plans[first]
             try:
                 planned = calls.plan_of(call, (x, t, rng), given)
@@ -61,3 +62,8 @@ class _Call(nn.Module):
     def forward(self, x: Tensor, t: Tensor, rng: Tensor | None, **given: Any) -> Tensor:
         labels = Conditions(**given).shortest()
         return self.model.forward_nhwc(x, t, labels, rng=rng, first=self.first)
+
+
+def _add(parameters: list[Tensor], gradients: list[Tensor]) -> None:
+    """Add gradients to those in the flat buffer; autograd would need a launch for each."""
+    torch._foreach_add_([parameter.grad for parameter in parameters], gradients)
