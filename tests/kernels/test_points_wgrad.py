@@ -58,7 +58,9 @@ def test_how_blocks_are_cut(pixels, share):
 def test_what_it_refuses():
     assert points_wgrad.refuse(spec_of(64, (8, 8)), H200) is None
     assert points_wgrad.refuse(spec_of(64, *[(8, 8)] * 5), H200).startswith("5 gradients")
-    assert points_wgrad.refuse(spec_of(64, (12, 8)), H200) == "12 channels are no multiple of 8"
+    assert points_wgrad.refuse(spec_of(64, (12, 8)), H200) == (
+        "12 channels are no multiple of 16 bytes, which the TMA unit wants"
+    )
     assert "compute capability 9" in points_wgrad.refuse(spec_of(64, (8, 8)), CHIPS["a100"].gpu)
     mixed = WeightGradsSpec(1, "bf16", (*spec_of(64, (8, 8)).convs, *spec_of(72, (8, 8)).convs))
     assert points_wgrad.refuse(mixed, H200) == "images or filters are not of one size"

@@ -13,6 +13,7 @@ import torch
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
 from triton_kernels.conv.hopper.narrow import NarrowOutput
 from triton_kernels.conv.hopper.stationary import row_mma
+from triton_kernels.conv.refusals import Only
 from triton_kernels.conv.split import CONV_SPLIT
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
 from triton_kernels.registry import choose as registry, rows, search
@@ -125,6 +126,28 @@ def test_kernels_of_hopper_want_its_shared_memory():
     assert registry.select(FORWARD, spec, HOPPER).kernel.name == "tile_mma"
     assert registry.select(FORWARD, spec, small).kernel.name == "tma"
     assert "227 KB of shared memory, not 128" in FORWARD.kernel("tile_mma").refuse(spec, small)
+
+
+@pytest.mark.parametrize(
+    "only, of, why",
+    [
+        (Only(hopper=True), {}, None),
+        (Only(hopper=True), {"gpu": AMPERE}, "compute capability 9"),
+        (Only(tma=True), {"gpu": AMPERE}, "no TMA unit"),
+        (Only(tma=True), {"c": 36}, "36 channels are no multiple of 16 bytes"),
+        (Only(dtypes=("bf16", "tf32")), {"dtype": "fp32"}, "fp32; it multiplies bf16, tf32"),
+        (Only(stride=1), {"stride": 2}, "it does stride 1, not 2"),
+        (Only(filters=(3, 3)), {}, None),
+        (Only(filters=(1, 1)), {}, "1x1 filters of stride 1 and padding 0, not 3x3"),
+        (Only(multiple=64), {"c": 128, "first": 96}, "96 channels are no multiple of 64"),
+        (Only(widths=(8, 32)), {}, "rows of 16 pixels; it takes 8, 32"),
+    ],
+)
+def test_what_a_kernel_is_only_for(only, of, why):
+    of = {"dtype": "bf16", "c": 64, **of}
+    gpu, dtype = of.pop("gpu", HOPPER), of.pop("dtype")
+    said = only(ConvSpec(8, dtype, 16, 16, k=64, **of), gpu)
+    assert said == why if why is None else why in said
 
 
 def test_the_example_of_an_own_kernel(device, monkeypatch):

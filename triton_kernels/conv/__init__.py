@@ -10,5 +10,6 @@
 `weight_grad` lists the kernels of the weight gradient, `wgrad_group` those of several, `fused`
 those with an epilogue, `few` and `split` those of few images.
 
-`tma_boxes` says which boxes the copy engine fetches, `configs` what a program computes.
+`tma_boxes` says which boxes the copy engine fetches, `configs` what a program computes,
+`refusals` what a kernel is for.
 """

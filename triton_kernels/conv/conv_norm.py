@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..activations import check_activation
-from ..hopper.descriptors import missing
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op
 from ..registry.spec import FORWARD_TERMS, ConvSpec
@@ -23,6 +22,7 @@ from ..runtime.layout import check_second
 from .fused_spec import Terms, forward_spec
 from .hopper.operands import NormOfResult, Operands
 from .hopper.tiles import tile_mma
+from .refusals import BITS_16, Only
 
 _MIN_PIXELS, _MOST_PIXELS = 16, 64  # of an image
 _GROUPS = (1, 2, 4, 8, 16)  # channels of one: those of a warp, which sums them by shuffles
@@ -51,9 +51,8 @@ def _refuse_norm(spec: ConvSpec) -> str | None:
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := _refuse_norm(spec) or missing(gpu, spec.itemsize):
-        return reason
-    if reason := tile_mma.refuse(spec, gpu, ragged=False):
+    whole = Only(dtypes=BITS_16, multiple=tile_mma.CHANNELS)
+    if reason := _refuse_norm(spec) or whole(spec, gpu) or tile_mma.refuse(spec, gpu):
         return reason
     return None if _whole_images(spec, gpu) else f"no tile has whole images of {spec.h}x{spec.w}"
 

@@ -22,9 +22,9 @@ from .hopper import linear_mma
 from .hopper.unfused import unfused_1x1, unfused_3x3
 from .plain import gather, im2col_fwd, linear_tf32x3, tf32x3
 from .plain.by_tma import tma, tma_stride
-from .plain.by_tma.tma_boxes import unaddressable
 from .plain.pointers import pointer
 from .plain.transpose_weights import transpose_weights
+from .refusals import unaddressable
 
 _KEY = ("h", "w", "k", "p", "q", "c", "r", "s", "stride", "dtype")
 

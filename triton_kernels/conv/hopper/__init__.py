@@ -20,7 +20,7 @@
     mma_wgrad         weight gradients in float32, TF32   mma_wgrad_kernel
     fp16_split_wgrad  the same, 3x3                       fp16_split_wgrad_kernel
 
-Launchers share `operands` and `refusals`. Kernels share `row_memory`, `tile_mma_loop`,
-`tile_multiply`, `stationary_multiply`, `wgrad_pieces` and the files named `epilogue`, besides
+Launchers share `operands`. Kernels share `row_memory`, `tile_mma_loop`, `tile_multiply`,
+`stationary_multiply`, `wgrad_pieces` and the files named `epilogue`, besides
 `triton_kernels.hopper`.
 """

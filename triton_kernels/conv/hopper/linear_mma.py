@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, TensorDescriptor, in_boxes, missing
+from ...hopper.descriptors import LOADER_REGISTERS, SUPPORTED, TensorDescriptor, in_boxes
 from ...registry.cost import Work, beside_rows, outside_rows
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
@@ -20,7 +20,7 @@ from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.hardware import BESIDE_BUFFERS
 from ..configs import ConvOperands
-from ..plain.by_tma.tma_boxes import unaddressable
+from ..refusals import BITS_16, Only
 from .operands import Operands
 
 if SUPPORTED:
@@ -45,6 +45,7 @@ TILES = (
     LinearMma(64, 128, False),
     LinearMma(128, 64, True),
 )
+ONLY = Only(hopper=True, tma=True, dtypes=BITS_16, filters=(1, 1))
 _MOST_IMAGES = 4  # of a tile, each with sums of its own; with more, registers spill
 _LEAST_SLOTS, _MOST_SLOTS = 3, 8  # of the ring
 _PIECE = 64  # pixels, and channels, of the results that are stored at a time
@@ -53,10 +54,8 @@ _SUMS = 128  # accumulators of a thread: from so many on it needs the most regis
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why no tile can compute this, or None."""
-    if reason := missing(gpu, spec.itemsize) or unaddressable(spec, gpu):
+    if reason := ONLY(spec, gpu):
         return reason
-    if not spec.pointwise:
-        return f"it does 1x1 filters without padding, not {spec.moved}"
     if sorted(spec.of_filters) != sorted((spec.k, spec.c)):
         return f"tensors of {spec.k} and {spec.c} channels, filters of {spec.of_filters}"
     if spec.border:

@@ -7,12 +7,13 @@ see `narrow_output`. The 16 channels are 3 or 6 and zeros.
 
 from typing import NamedTuple
 
-from ...hopper.descriptors import SUPPORTED, missing
+from ...hopper.descriptors import SUPPORTED
 from ...registry.cost import Work
 from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
+from ..refusals import BITS_16, Only
 from .operands import Operands, filters_in_boxes, in_rows
 
 if SUPPORTED:
@@ -36,10 +37,10 @@ _ROWS = ((64, 64), (128, 64), (64, 128))  # pixels and channels of a row, perhap
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why `launch` cannot do it, or None."""
-    if reason := missing(gpu, spec.itemsize):
+    if reason := Only(hopper=True, dtypes=BITS_16, filters=(3, 3))(spec, gpu):
         return reason
-    if (spec.r, spec.s) != (3, 3) or spec.c != 16 or (spec.filters or (0, spec.k))[1] != spec.k:
-        return f"it does 3x3 filters to 16 channels, not {spec.r}x{spec.s} to {spec.c}"
+    if spec.c != 16 or spec.of_filters[1] != spec.k:
+        return f"{spec.k} channels to {spec.c}, filters of {spec.of_filters}; it does 16"
     row = spec.w * _images_of_row(spec.w), spec.k
     return None if row in _ROWS else f"rows of {spec.w} pixels of {spec.k} channels"
 

@@ -20,8 +20,8 @@ from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.hardware import BESIDE_BUFFERS
 from ..plain.parts import SplitOperands
+from ..refusals import BITS_16, Only
 from .operands import Operands, filters_in_boxes
-from .refusals import refuse_3x3
 
 if SUPPORTED:
     from .one_row_kernels import conv_one_row_kernel
@@ -39,14 +39,14 @@ class RowParts(NamedTuple):
     parts: int
 
 
-_WIDTHS = (16, 32, 64)  # pixels of a row
+_ONLY = Only(hopper=True, dtypes=BITS_16, filters=(3, 3), multiple=64, widths=(16, 32, 64))
 _FILTERS = 3 * 64 * 128  # bytes of a unit
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Every program has to find a multiprocessor, and at least half of what a program multiplies
     room at once."""
-    if reason := refuse_3x3(spec, gpu, _WIDTHS):
+    if reason := _ONLY(spec, gpu):
         return reason
     if not 0 < _programs(spec) <= gpu.num_sms:
         return f"{_programs(spec)} programs for {gpu.num_sms} multiprocessors"

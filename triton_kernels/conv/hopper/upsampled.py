@@ -24,11 +24,12 @@ from functools import partial
 from torch import Tensor
 
 from ...activations import rounded_grad
-from ...hopper.descriptors import SUPPORTED, TensorDescriptor, in_boxes, missing
+from ...hopper.descriptors import SUPPORTED, TensorDescriptor, in_boxes
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
 from ...runtime.hardware import BESIDE_BUFFERS
+from ..refusals import BITS_16, Only
 from .operands import filters_in_boxes
 from .tiles.tile_mma import cut, in_rows, registers
 
@@ -44,10 +45,8 @@ _MOST_BLOCKS = 6  # in shared memory
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why this kernel cannot compute it, or None; `spec` is of the large image."""
-    if reason := missing(gpu, spec.itemsize):
+    if reason := Only(hopper=True, dtypes=BITS_16, multiple=64)(spec, gpu):
         return reason
-    if odd := [c for c in (spec.k, spec.c, spec.first or 0) if c % 64]:
-        return f"{odd[0]} channels are no multiple of 64"
     if spec.w // 2 not in _WIDTHS:
         return f"rows of {spec.w // 2} pixels; it takes {', '.join(map(str, _WIDTHS))}"
     size = f"images of {spec.h // 2}x{spec.w // 2}"

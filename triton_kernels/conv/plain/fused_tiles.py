@@ -8,6 +8,7 @@ from ...registry.cost import Work, beside_rows, outside_rows, programs_at_a_time
 from ...registry.kernel import CLOCKS
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
+from ..refusals import unfetchable
 from .by_tma.tma import Config
 from .by_tma.tma_boxes import (
     count_boxes,
@@ -16,7 +17,6 @@ from .by_tma.tma_boxes import (
     pixel_box,
     row_box,
     spread_row_box,
-    unfetchable,
 )
 
 

@@ -22,6 +22,7 @@ from ...runtime.dependent_launch import await_inputs, following, overlapping
 from ...runtime.device import Device
 from ...tf32 import round_to_tf32
 from ..configs import ConvOperands
+from ..refusals import Only, unfetchable
 from .by_tma.tma_boxes import as_one_row, in_boxes
 from .products import add_split_product, whole_sum
 
@@ -113,10 +114,8 @@ _TILES = {3: Im2colFwd(64, 32, 2, 3), 1: Im2colFwd(64, 32, 4, 3), 0: Im2colFwd(1
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a convolution, or does not pay, or None."""
-    if not gpu.tma:
-        return "the GPU has no TMA unit"
-    if spec.stride != 1:
-        return f"it does stride 1, not {spec.stride}"
+    if reason := unfetchable(gpu, spec.itemsize) or Only(stride=1)(spec, gpu):
+        return reason
     co, ci = spec.of_filters
     if spec.taps == 1 or co * spec.taps > _MOST_COLUMNS:
         return f"{spec.taps} taps of {co} channels; it takes 2 to {_MOST_COLUMNS} in all"

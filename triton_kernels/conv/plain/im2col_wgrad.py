@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...hopper.descriptors import missing
 from ...registry.kernel import configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ..configs import WgradOperands, split_kernel
 from ..hopper.weight_grads import mma_wgrad
+from ..refusals import Only
 
 _FEWEST_PIXELS = 2**14  # which pay for a copy
 _TILE = mma_wgrad.TILES[0]
@@ -65,10 +65,8 @@ class Im2colWgrad(NamedTuple):
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a weight gradient, or a copy does not pay, or None."""
-    if reason := missing(gpu):
+    if reason := Only(hopper=True, dtypes=("fp32",))(spec, gpu):
         return reason
-    if spec.dtype != "fp32":
-        return "it does float32 that is not rounded to TF32"
     co, ci = spec.of_filters
     if ci >= 16 or spec.taps * ci > mma_wgrad.BLOCK:
         return f"{spec.r}x{spec.s} of {ci} channels are more than {mma_wgrad.BLOCK} columns"

@@ -18,6 +18,7 @@ from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
 from ...tf32 import split_to_tf32
 from ..configs import ConvOperands
+from ..refusals import Only
 from . import tf32x3
 from .products import whole_sum
 
@@ -74,10 +75,8 @@ class LinearTf32x3(NamedTuple):
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := tf32x3.refuse(spec, gpu):
+    if reason := tf32x3.refuse(spec, gpu) or Only(filters=(1, 1))(spec, gpu):
         return reason
-    if spec.taps > 1 or spec.pads != (0, 0):
-        return f"it does 1x1 filters without padding, not {spec.moved}"
     pixels, most = spec.n * spec.h * spec.w, tf32x3.MANY_PIXELS
     return f"{pixels} pixels; it takes up to {most}" if pixels > most else None
 

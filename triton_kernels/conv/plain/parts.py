@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
+from ..refusals import odd_channels
 
 MOST_PARTS = 16  # which the norm that follows adds
 LEAST_STEPS = 4  # products of a part; with fewer, adding the parts costs more
@@ -45,9 +46,7 @@ def refuse_boxes(spec: ConvSpec, gpu: Device) -> str | None:
     """Why TMA does not fetch it, or None."""
     if not gpu.tma:
         return "the GPU has no TMA"
-    if odd := [c for c in (spec.k, spec.c, *spec.extra) if c % 8]:
-        return f"{odd[0]} channels are no multiple of 8"
-    return None
+    return odd_channels(8, (spec.k, spec.c, *spec.extra))
 
 
 def count_steps(block_k: int, spec: ConvSpec) -> int:

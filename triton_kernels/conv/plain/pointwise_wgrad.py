@@ -25,7 +25,7 @@ from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
 from ...tf32 import dot_of_split, round_to_tf32
 from ..configs import WgradOperands, WgradTile, fewest_of, split_kernel, wgrad_work
-from .by_tma.tma_boxes import refuse_wide_float32
+from ..refusals import Only, refuse_wide_float32
 
 _FEW = 64  # pixels
 _MANY = 256  # with more others are faster, `mma_wgrad` in TF32
@@ -125,9 +125,7 @@ def launch_points(tile: PointwiseWgrad, splits: int, operands: WgradOperands) ->
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    if not spec.pointwise:
-        return f"it does 1x1 filters without padding, not {spec.moved}"
-    return refuse_wide_float32(spec, gpu)
+    return Only(filters=(1, 1))(spec, gpu) or refuse_wide_float32(spec, gpu)
 
 
 def _cost(spec: ConvSpec, gpu: Device, tile: PointwiseWgrad) -> float:

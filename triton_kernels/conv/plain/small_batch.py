@@ -28,6 +28,7 @@ from ...registry.kernel import Kernel, configures
 from ...registry.spec import FEW_IMAGES, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
+from ..refusals import BITS_16, Only, odd_channels
 from .parts import MOST_PARTS, SplitOperands, refuse_boxes
 from .small_batch_kernels import conv_early_kernel
 
@@ -130,11 +131,8 @@ def _launch(_: EarlyParts, operands: SplitOperands) -> Tensor:
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    if spec.stride != 1:
-        return f"it does stride 1, not {spec.stride}"
-    wrong = spec.itemsize != 2 or spec.k % 16
-    numbers = "it does numbers of 16 bits, and channels by 16" if wrong else None
-    return refuse_boxes(spec, gpu) or numbers
+    only = Only(dtypes=BITS_16, stride=1)
+    return refuse_boxes(spec, gpu) or only(spec, gpu) or odd_channels(16, [spec.k])
 
 
 def _untimed(spec: ConvSpec, gpu: Device) -> str | None:

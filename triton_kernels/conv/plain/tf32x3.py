@@ -16,8 +16,9 @@ from ...registry.kernel import Kernel, configures
 from ...registry.spec import ConvSpec
 from ...runtime.device import Device
 from ..configs import ConvOperands
+from ..refusals import refuse_wide_float32
 from .by_tma import tma
-from .by_tma.tma_boxes import count_boxes, pixel_box, refuse_wide_float32
+from .by_tma.tma_boxes import count_boxes, pixel_box
 
 
 @configures("tf32x3")

@@ -24,12 +24,13 @@ from ....registry.kernel import Kernel, configures
 from ....registry.spec import FORWARD_TERMS, ConvSpec
 from ....runtime.dependent_launch import overlapping
 from ....runtime.device import Device, describe
+from ...refusals import BITS_16, Only, odd_rows
 from ..operands import Operands, in_rows, norm_of
-from ..refusals import refuse_3x3, refuse_rows
 
 if SUPPORTED:
     from .stationary_weights import conv_stationary_weights_kernel
 
+_ONLY = Only(hopper=True, dtypes=BITS_16, filters=(3, 3), multiple=64, widths=(64,))
 _PIXELS = 256  # of a tile
 _MOST_EXTRA = 192  # channels of 1x1 convolutions whose filters have room there too
 
@@ -46,7 +47,7 @@ STATIONARY_TILE, STATIONARY_TILE_OF_4 = StationaryWeights(128), StationaryWeight
 
 
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := refuse_3x3(spec, gpu, (64,)) or refuse_rows(spec, _PIXELS):
+    if reason := _ONLY(spec, gpu) or odd_rows(spec, _PIXELS // spec.w):
         return reason
     if spec.k != 64:
         return f"filters of {spec.k} channels do not fit into shared memory; those of 64 do"

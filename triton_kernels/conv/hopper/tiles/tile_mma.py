@@ -47,10 +47,10 @@ from ....registry.kernel import Kernel, configures
 from ....registry.spec import FORWARD_TERMS, ConvSpec
 from ....runtime.dependent_launch import following, overlapping
 from ....runtime.device import Device, describe
-from ....runtime.hardware import BESIDE_BUFFERS
+from ....runtime.hardware import BESIDE_BUFFERS, VECTOR
 from ...plain.transpose_weights import transpose_weights
+from ...refusals import ROUNDED, Only, channels_of, odd_channels
 from ..operands import NormOfResult, Operands
-from ..refusals import refuse_3x3
 
 if SUPPORTED:
     from .tile_mma_kernels import conv_tile_mma_kernel
@@ -89,13 +89,26 @@ _LEAST_PIXELS = 16  # of each image of a tile, since each image has sums of its 
 _REGISTERS = {256: 240, 128: 168, 64: 120}
 
 
-def refuse(spec: ConvSpec, gpu: Device, ragged: bool = True) -> str | None:
-    """Why no tile can do it, or None. `ragged`: channels need be no multiple of 64."""
-    if reason := refuse_3x3(spec, gpu, ragged=ragged, tf32=True):
+def refuse(spec: ConvSpec, gpu: Device) -> str | None:
+    """Why no tile can do it, or None."""
+    if reason := Only(hopper=True, dtypes=ROUNDED, filters=(3, 3))(spec, gpu):
         return reason
+    # rows of what TMA fetches are multiples of 16 bytes
+    if reason := odd_channels(VECTOR // spec.itemsize, (*channels_of(spec), spec.of_filters[1])):
+        return reason
+    if _lacking(spec):
+        return f"tensors of {spec.k} and {spec.c} channels, filters of {spec.of_filters}"
     if any(box_of(tile, spec.h, spec.w) for tile in TILES):
         return None
     return f"images of {spec.h}x{spec.w} are not cut into rectangles of {_LEAST_PIXELS} pixels"
+
+
+def _lacking(spec: ConvSpec) -> bool:
+    """Whether filters lack channels that have to be zeros: where the result is written by its
+    addresses, as in TF32, or summed."""
+    (few, many), (narrow, wide) = sorted(spec.of_filters), sorted((spec.k, spec.c))
+    summed = spec.c == narrow and (spec.stats or spec.activation is not None)
+    return many != wide or (few < narrow and (spec.itemsize == 4 or summed))
 
 
 def configs(spec: ConvSpec, gpu: Device) -> list[TileMma]:

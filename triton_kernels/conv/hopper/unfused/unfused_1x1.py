@@ -10,13 +10,15 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from ....hopper.descriptors import SUPPORTED, in_boxes, missing
+from ....hopper.descriptors import SUPPORTED, in_boxes
 from ....registry.kernel import Kernel, configures
 from ....registry.spec import ConvSpec
 from ....runtime.device import Device, describe
 from ...configs import ConvOperands
 from ...plain.by_tma.tma import transposes_first
-from ...plain.by_tma.tma_boxes import as_one_row, unaddressable
+from ...plain.by_tma.tma_boxes import as_one_row
+from ...refusals import Only
+from .. import linear_mma
 
 if SUPPORTED:
     from .unfused_pointwise import conv_unfused_pointwise_kernel
@@ -62,18 +64,18 @@ _SINGLE = [
     (192, 256, 8),  # spills a little
 ]
 _SINGLE_TF32 = [(64, 64, 4), (64, 128, 4)]  # the same of an input gradient in TF32
+_ONLY_TF32 = Only(hopper=True, tma=True, dtypes=("tf32",), filters=(1, 1))
 _TILES_A_PROCESSOR = 64  # with more, a program for each of them is not tried
 _MOST_K = 1024  # channels of x, whose loop is unrolled
 
 
 def _refuse_pointwise(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := missing(gpu, spec.itemsize) or unaddressable(spec, gpu):
-        return reason
-    if not spec.pointwise:
-        return f"it does 1x1 filters without padding, not {spec.moved}"
-    if spec.k > _MOST_K:
-        return f"{spec.k} channels of x; its loop is unrolled for {_MOST_K}"
-    return None
+    return linear_mma.ONLY(spec, gpu) or _refuse_long(spec)
+
+
+def _refuse_long(spec: ConvSpec) -> str | None:
+    long = spec.k > _MOST_K
+    return f"{spec.k} channels of x; its loop is unrolled for {_MOST_K}" if long else None
 
 
 def _pointwise(spec: ConvSpec, gpu: Device) -> list[UnfusedPointwise]:
@@ -97,13 +99,9 @@ def _single_tile(
 
 
 def _refuse_single_tile_tf32(spec: ConvSpec, gpu: Device) -> str | None:
-    if reason := missing(gpu) or unaddressable(spec, gpu):
+    if reason := _ONLY_TF32(spec, gpu) or _refuse_long(spec):
         return reason
-    if not transposes_first(spec) or not spec.pointwise:
-        return "it does input gradients of 1x1 filters over many pixels in TF32"
-    if spec.k > _MOST_K:
-        return f"{spec.k} channels of dy; its loop is unrolled for {_MOST_K}"
-    return None
+    return None if transposes_first(spec) else "it does input gradients over many pixels"
 
 
 def _of_rows(operands: ConvOperands) -> ConvOperands:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import triton
 
-from ....hopper.descriptors import SUPPORTED, missing
+from ....hopper.descriptors import SUPPORTED
 from ....reductions.column_sum import num_splits
 from ....registry.cost import Work
 from ....registry.kernel import configures
@@ -23,15 +23,15 @@ from ....registry.spec import ConvSpec
 from ....runtime.dependent_launch import following
 from ....runtime.device import Device
 from ...configs import WgradOperands, fewest_of, split_kernel, wgrad_work
-from ...plain.by_tma.tma_boxes import refuse_wide_float32
 from ...plain.fp16_split import in_halves
+from ...refusals import BITS_32, Only, odd_rows
 from ..operands import in_rows
-from ..refusals import refuse_filters
 from .row_wgrad import WIDTHS, images_of_row
 
 if SUPPORTED:
     from .fp16_split_wgrad_kernel import conv_fp16_split_wgrad_kernel
 
+_ONLY = Only(hopper=True, tma=True, dtypes=BITS_32, filters=(3, 3), multiple=64, widths=WIDTHS)
 _PIXELS = 128  # of a tile
 _MOST_NUMBERS = 2**31 - 2**22  # offsets are of 32 bits, one step of `halves` further too
 
@@ -48,15 +48,8 @@ TILE = Fp16SplitWgrad()
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     """Why it cannot do a weight gradient, or None."""
-    if reason := missing(gpu) or refuse_wide_float32(spec, gpu) or refuse_filters(spec):
+    if reason := _ONLY(spec, gpu) or odd_rows(spec, _rows(spec.w)):
         return reason
-    filters = spec.of_filters
-    if odd := [c for c in filters if c % 64]:
-        return f"{odd[0]} channels are no multiple of 64"
-    if spec.w not in WIDTHS:
-        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, WIDTHS))}"
-    if spec.h % _rows(spec.w):
-        return f"{spec.h} rows are no multiple of {_rows(spec.w)}"
     if spec.n * spec.h * spec.w * max(spec.k, spec.c) >= _MOST_NUMBERS:
         return "offsets would need more than 32 bits"
     return None

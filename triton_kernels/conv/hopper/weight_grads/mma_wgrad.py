@@ -26,13 +26,8 @@ from ....runtime.dependent_launch import overlapping
 from ....runtime.device import Device
 from ....runtime.hardware import thread_registers
 from ...configs import WgradOperands, fewest_of, split_kernel, wgrad_work
-from ...plain.by_tma.tma_boxes import (
-    as_one_row,
-    count_boxes,
-    is_pointwise,
-    pixel_box,
-    refuse_wide_float32,
-)
+from ...plain.by_tma.tma_boxes import as_one_row, count_boxes, is_pointwise, pixel_box
+from ...refusals import refuse_wide_float32
 
 if SUPPORTED:
     from .mma_wgrad_kernel import conv_mma_wgrad_kernel

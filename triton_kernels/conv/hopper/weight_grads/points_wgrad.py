@@ -14,6 +14,7 @@ from ....registry.spec import WeightGradsSpec
 from ....runtime.device import Device
 from ....runtime.hardware import REGISTERS, WARP, thread_registers
 from ...configs import fewest_of
+from ...refusals import Only
 from ...wgrad_parts import LISTED, MOST, GroupOperands, channels_of, filled, sum_group
 from .group_wgrad import refuse_group
 
@@ -76,12 +77,8 @@ def refuse(spec: WeightGradsSpec, gpu: Device) -> str | None:
     if reason := refuse_group(spec, gpu):
         return reason
     for conv in spec.convs:
-        if not conv.pointwise:
-            return f"it does 1x1 filters without padding, not {conv.moved}"
-        if odd := [c for c in (conv.c, conv.k) if c % 8]:
-            return f"{odd[0]} channels are no multiple of 8"
-        if not conv.aligned:
-            return "a tensor begins at no multiple of 16 bytes"
+        if reason := Only(tma=True, filters=(1, 1))(conv, gpu):
+            return reason
         if conv.rounded:
             return "it writes float32"
     return None

@@ -12,14 +12,14 @@ import torch
 import triton
 from torch import Tensor
 
-from ....hopper.descriptors import SUPPORTED, missing
+from ....hopper.descriptors import SUPPORTED
 from ....registry.cost import Work
 from ....registry.kernel import configures
 from ....registry.spec import ConvSpec
 from ....runtime.device import Device
 from ...configs import WgradOperands, fewest_of, split_kernel, wgrad_work
+from ...refusals import BITS_16, Only, odd_channels, odd_rows
 from ..operands import in_rows
-from ..refusals import refuse_filters
 
 if SUPPORTED:
     from .row_wgrad_kernel import conv_row_wgrad_kernel
@@ -62,19 +62,14 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
 def refuse_rows(spec: ConvSpec, gpu: Device, whole: bool = True) -> str | None:
     """Why there are no tiles of rows for a weight gradient, or None. Unless blocks have to be
     `whole`, images are of any size, and blocks of channels too, with zeros beyond their edges."""
-    if reason := missing(gpu, spec.itemsize) or refuse_filters(spec):
+    if reason := Only(hopper=True, dtypes=BITS_16, filters=(3, 3))(spec, gpu):
         return reason
     if spec.size != (spec.h, spec.w):
         return f"{spec.size} pixels of the result, and {spec.h} x {spec.w} of x"
-    least = 64 if whole else 8
-    if odd := [c for c in (spec.c, spec.k) if c % least]:
-        return f"{odd[0]} channels are no multiple of {least}"
     if not whole:
-        return None
-    if spec.w not in WIDTHS:
-        return f"rows of {spec.w} pixels; it takes {', '.join(map(str, WIDTHS))}"
+        return odd_channels(8, (spec.c, spec.k))
     rows = _PIXELS // (piece_of_row(spec.w) * images_of_row(spec.w))
-    return f"{spec.h} rows are no multiple of {rows}" if spec.h % rows else None
+    return Only(multiple=64, widths=WIDTHS)(spec, gpu) or odd_rows(spec, rows)
 
 
 def _is_narrow(spec: ConvSpec) -> bool:

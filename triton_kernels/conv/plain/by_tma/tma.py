@@ -19,6 +19,7 @@ from ....registry.spec import ConvSpec
 from ....runtime.dependent_launch import following, overlapping
 from ....runtime.device import Device
 from ...configs import ConvOperands, FwdTile
+from ...refusals import ROUNDED, Only
 from ..fused_kernels import conv_forward_kernel
 from ..transpose_weights import split, transpose_weights
 from .tma_boxes import (
@@ -29,7 +30,6 @@ from .tma_boxes import (
     pixel_box,
     pixels_in_boxes,
     tile_sizes,
-    unaddressable,
     weight_in_boxes,
 )
 
@@ -139,18 +139,8 @@ def worth_transposing(dx: Tensor) -> bool:
     return dx.itemsize == 4 and dx.numel() >= _TRANSPOSE_FROM * dx.shape[3]
 
 
-def refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why it cannot do a forward pass, or None."""
-    if spec.stride != 1:
-        return f"it does stride 1, not {spec.stride}"
-    if spec.dtype == "fp32":
-        return "float32 that is not rounded to TF32"
-    return unaddressable(spec, gpu)
-
-
-def refuse_grad(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why it cannot do an input gradient, or None."""
-    if reason := refuse(spec, gpu):
+def _refuse_grad(spec: ConvSpec, gpu: Device) -> str | None:
+    if reason := _ONLY(spec, gpu):
         return reason
     return "filters are transposed first" if transposes_first(spec) else None
 
@@ -192,5 +182,6 @@ def _fits(c: Config, spec: ConvSpec, gpu: Device) -> bool:
     return c.block_k == block_k and gpu.holds(fetched) > 0
 
 
-FORWARD = Kernel("tma", Config, refuse, configs, cost, launch)
-INPUT_GRAD = Kernel("tma", Config, refuse_grad, configs, cost, launch)
+_ONLY = Only(tma=True, dtypes=ROUNDED, stride=1)
+FORWARD = Kernel("tma", Config, _ONLY, configs, cost, launch)
+INPUT_GRAD = Kernel("tma", Config, _refuse_grad, configs, cost, launch)

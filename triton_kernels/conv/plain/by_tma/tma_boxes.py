@@ -11,10 +11,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ....registry.spec import ConvSpec
-from ....runtime.device import Device
-from ....runtime.hardware import VECTOR
-
 _MOST_IMAGES = 16  # of a `covering_box`, since each image has sums of its own
 _BLOCKS = ("block_c", "block_k", "block_co", "block_ci")  # of channels, of a tile
 _WHOLE_ROW = 128  # pixels of a row: every list of tiles has one that takes such a row whole
@@ -165,30 +161,3 @@ def tile_sizes(box: tuple[int, int, int], config: NamedTuple) -> dict[str, int]:
     sizes = dict(zip(("TILE_N", "TILE_H", "TILE_W"), box, strict=True))
     blocks = {name.upper(): size for name, size in config._asdict().items() if name in _BLOCKS}
     return sizes | blocks | {"num_warps": config.num_warps, "num_stages": config.num_stages}
-
-
-def unfetchable(gpu: Device, itemsize: int, *channels: int) -> str | None:
-    """Why the TMA unit cannot fetch tensors with these numbers of channels, or None."""
-    if not gpu.tma:
-        return "the GPU has no TMA unit, which fetches its tiles"
-    if odd := [c for c in channels if c * itemsize % VECTOR]:
-        return f"{odd[0]} channels are no multiple of {VECTOR} bytes, which the TMA unit wants"
-    return None
-
-
-def unaddressable(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why the TMA unit cannot fetch and store the tensors of a convolution, or None."""
-    if reason := unfetchable(gpu, spec.itemsize, spec.k, spec.c):
-        return reason
-    return None if spec.aligned else f"tensors do not begin at multiples of {VECTOR} bytes"
-
-
-def refuse_wide_float32(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why a convolution is not for the kernels of float32 and wide layers, or None."""
-    if spec.stride != 1:
-        return f"it does stride 1, not {spec.stride}"
-    if spec.itemsize != 4:
-        return "numbers have 16 bits; it multiplies 32"
-    if (few := min(spec.of_filters)) < 32:
-        return f"{few} channels would leave most of a tile to nothing"
-    return unaddressable(spec, gpu)

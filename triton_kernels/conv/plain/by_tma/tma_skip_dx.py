@@ -15,13 +15,14 @@ from ....registry.spec import ConvSpec
 from ....runtime.dependent_launch import await_inputs, overlapping
 from ....runtime.device import Device
 from ....tf32 import as_operand
+from ...refusals import unfetchable
 from ..fused_launch import columns_in_boxes
 from ..fused_tiles import fetched
 from ..output_tiles import OutputTiles, tile_number, tile_origin, zero_outside
 from ..products import Taps, multiply, whole_sum
 from ..skip_dx_tiles import NormSums, SkipOperands, box_of, fitting
 from .tma import Config
-from .tma_boxes import count_boxes, in_boxes, is_ragged, tile_sizes, unfetchable
+from .tma_boxes import count_boxes, in_boxes, is_ragged, tile_sizes
 
 CONFIGS = [
     Config(64, 64, 64, 4, 2),

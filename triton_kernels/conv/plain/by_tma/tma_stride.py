@@ -8,8 +8,8 @@ from ....registry.kernel import CLOCKS, Kernel, configures
 from ....registry.spec import ConvSpec
 from ....runtime.device import Device
 from ...configs import FwdTile, WgradTile, split_kernel
+from ...refusals import BITS_16, ROUNDED, Only, odd_channels
 from .tma import launch
-from .tma_boxes import unaddressable
 from .tma_wgrad import launch_wgrad, num_parts
 
 
@@ -47,20 +47,18 @@ WGRAD_CONFIGS = [
 ]
 
 
+_ONLY = Only(tma=True, dtypes=ROUNDED, stride=2)
+_ONLY_WGRAD = Only(tma=True, dtypes=BITS_16, stride=2)
+
+
 # --- forward and input gradient -------------------------------------------------------------------
 
 
 def _refuse(spec: ConvSpec, gpu: Device, grad: bool) -> str | None:
-    if spec.stride != 2:
-        return f"it does stride 2, not {spec.stride}"
-    if spec.dtype == "fp32":
-        return "float32 that is not rounded to TF32"
     rows, columns, channels = (*spec.size, spec.c) if grad else (spec.h, spec.w, spec.k)
-    if reason := _refuse_parities(spec, rows, columns):
+    if reason := _ONLY(spec, gpu) or _refuse_parities(spec, rows, columns):
         return reason
-    if channels % 32:
-        return f"{channels} channels of the image are no multiple of 32"
-    return unaddressable(spec, gpu)
+    return odd_channels(32, [channels])
 
 
 def _refuse_parities(spec: ConvSpec, h: int, w: int) -> str | None:
@@ -103,12 +101,7 @@ FORWARD, INPUT_GRAD = (
 
 
 def _refuse_wgrad(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why it cannot do a weight gradient."""
-    if spec.stride != 2:
-        return f"it does stride 2, not {spec.stride}"
-    if spec.itemsize != 2:
-        return "numbers have 32 bits; it multiplies 16"
-    return _refuse_parities(spec, spec.h, spec.w) or unaddressable(spec, gpu)
+    return _ONLY_WGRAD(spec, gpu) or _refuse_parities(spec, spec.h, spec.w)
 
 
 def _cost_wgrad(spec: ConvSpec, gpu: Device, c: WgradConfig) -> float:

@@ -18,6 +18,7 @@ from ....registry.spec import ConvSpec
 from ....runtime.dependent_launch import await_inputs, overlapping
 from ....runtime.device import Device
 from ...configs import WgradOperands, fewest_of, programs_of, split_kernel, wgrad_work
+from ...refusals import BITS_16, Only
 from ..output_tiles import box_origin
 from ..products import zero_sums
 from .tma_boxes import (
@@ -28,7 +29,6 @@ from .tma_boxes import (
     is_pointwise,
     pixels_in_boxes,
     tile_sizes,
-    unaddressable,
     wgrad_box,
 )
 
@@ -180,16 +180,6 @@ def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> N
     )  # fmt: skip
 
 
-def refuse(spec: ConvSpec, gpu: Device) -> str | None:
-    """Why it cannot do a weight gradient. In float32 wgmma could not take its operands as they lie
-    in memory, with the pixels outermost."""
-    if spec.stride != 1:
-        return f"it does stride 1, not {spec.stride}"
-    if spec.itemsize != 2:
-        return "numbers have 32 bits; it multiplies 16"
-    return unaddressable(spec, gpu)
-
-
 def tiles(spec: ConvSpec, gpu: Device) -> list[WgradConfig]:
     """Those whose taps divide the filter's rows, and whose pipeline fits into shared memory."""
     return [
@@ -224,7 +214,8 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
 
 WEIGHT_GRAD = split_kernel(
     WgradConfig,
-    refuse,
+    # of 32 bits wgmma does not take operands as they lie in memory, with the pixels outermost
+    Only(tma=True, dtypes=BITS_16, stride=1),
     tiles,
     num_parts,
     launch_wgrad,

@@ -10,7 +10,7 @@ from ....registry.kernel import CLOCKS, configures
 from ....registry.spec import ConvSpec
 from ....runtime.device import Device
 from ....runtime.hardware import VECTOR
-from ..by_tma.tma_boxes import unfetchable
+from ...refusals import unfetchable
 from ..fused_tiles import box_of, fetched, is_even, programs
 
 
