@@ -15,7 +15,7 @@ from ....hopper.compat import allocate_for_views, reinterpret, sync_threads, tma
 from ....hopper.pipeline import new_ring
 from ....runtime.dependent_launch import await_inputs
 from ..row_memory import clear_margins, row_from, rows_chunks
-from .row_wgrad_kernel import place_in_rows
+from .wgrad_pieces import place_in_rows
 
 PIXELS = gl.constexpr(128)  # of a tile
 

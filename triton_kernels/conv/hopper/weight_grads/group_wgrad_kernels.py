@@ -17,8 +17,17 @@ from triton.experimental.gluon import language as gl
 from ....hopper.roles import launch_roles
 from ....runtime.dependent_launch import await_inputs
 from ...wgrad_parts import gradient_of
-from .row_wgrad_kernel import Rows, new_row_ring
-from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, begin_of, load_piece
+from .row_wgrad_kernel import new_row_ring
+from .wgrad_pieces import (
+    NUMBERS,
+    Gradient,
+    Piece,
+    Sums,
+    Tiles,
+    accumulate_piece,
+    begin_of,
+    load_piece,
+)
 
 
 @gluon.jit(do_not_specialize=["tiles", "whole", "spread"])
@@ -66,7 +75,6 @@ def conv_row_group_wgrad_kernel(
     RAGGED: gl.constexpr,  # channels are no multiple of 64
     num_warps: gl.constexpr,
 ):
-    NUMBERS: gl.constexpr = 9 * 64 * 64
     ring = new_row_ring(x1_desc, dy1_desc, W, COLUMNS, STAGES, num_warps)
     await_inputs()
 
@@ -112,11 +120,11 @@ def conv_row_group_wgrad_kernel(
             if RAGGED:
                 left_co = CO - co0
                 left_ci = CI - ci0
-    sums = Sums(to_ptr, stride_co, 1, stride_tap, left_co, left_ci, is_whole, NUMBERS, ADD)
+    sums = Sums(to_ptr, stride_co, 1, stride_tap, left_co, left_ci, is_whole, ADD)
     piece = Piece(first, last, tiles, ALONE)
-    products = Rows(tiles_h, W, IMAGES, COLUMNS, 256 // W, 3, 64, 64, 64)
+    of_pixels = Tiles(tiles_h, W, IMAGES, COLUMNS, 64)
     launch_roles(
-        accumulate_piece, (products, sums, ring, piece),
-        load_piece, (gradients, products, ring, piece, COUNT),
+        accumulate_piece, (of_pixels, sums, ring, piece),
+        load_piece, (gradients, of_pixels, ring, piece, COUNT),
         3, (160, 32 if ALONE or W != 16 else 40),
     )  # fmt: skip

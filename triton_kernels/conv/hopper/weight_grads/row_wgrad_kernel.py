@@ -15,83 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from ....hopper.compat import aggregate, allocate_for_views, reinterpret, sync_threads, tma_load
+from ....hopper.compat import allocate_for_views, sync_threads
 from ....hopper.pipeline import new_ring
 from ....hopper.roles import launch_roles
 from ....runtime.dependent_launch import await_inputs
-from ..row_memory import block_chunks, clear_margins, row_from, row_of_tap, side_from
-from .wgrad_pieces import Gradient, Piece, Sums, accumulate_piece, begin_of, load_piece
-
-
-@gluon.jit
-def place_in_rows(n, h, w, c, IMAGES: gl.constexpr):
-    return [n, h, w, c] if IMAGES == 1 else [h, w, n, c]
-
-
-@aggregate
-class Rows:
-    """What `wgrad_pieces` is told: tiles are 256 pixels, blocks 64 channels of dy and 64 of x, or
-    16; a warpgroup has the taps of a row of the filter."""
-
-    tiles_h: gl.tensor
-    W: gl.constexpr
-    IMAGES: gl.constexpr
-    COLUMNS: gl.constexpr
-    STEPS: gl.constexpr  # rows of a tile
-    ACCS: gl.constexpr  # 3
-    WIDTH: gl.constexpr
-    CI_SIZE: gl.constexpr
-    CO_SIZE: gl.constexpr
-
-    @gluon.jit
-    def load(self, gradient, ring, block, tile, place):
-        """256 pixels of dy, and those of x that they are multiplied by."""
-        x_bufs, dy_bufs = ring.bufs
-        W: gl.constexpr = self.W
-        IMAGES: gl.constexpr = self.IMAGES
-        ROWS: gl.constexpr = self.STEPS
-        MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
-        ci_blocks = gl.cdiv(gradient.CI, self.CI_SIZE)
-        ci0 = block % ci_blocks * self.CI_SIZE
-        co0 = block // ci_blocks * 64
-        w0 = 0
-        n = tile // self.tiles_h * IMAGES
-        h0 = tile % self.tiles_h * ROWS
-        if self.COLUMNS > 1:
-            w0 = tile % self.tiles_h % self.COLUMNS * W
-            h0 = tile % self.tiles_h // self.COLUMNS * ROWS
-        BESIDE: gl.constexpr = 0 if self.COLUMNS == 1 else 16
-        BYTES: gl.constexpr = (ROWS + 2) * (W + BESIDE) * 2 * x_bufs.shape[2] + 256 * 128
-        stage, bar = ring.acquire(place, BYTES)
-        tma_load(gradient.dy_desc, place_in_rows(n, h0, w0, co0, IMAGES), bar, dy_bufs.index(stage))
-        BLOCK: gl.constexpr = block_chunks(W, MARGINS)
-        first_chunk = stage * BLOCK
-        for j in gl.static_range(ROWS + 2):
-            row = row_from(x_bufs, stage, j, W, BLOCK, IMAGES, MARGINS)
-            tma_load(gradient.x_desc, place_in_rows(n, h0 + j - 1, w0, ci0, IMAGES), bar, row)
-            if self.COLUMNS > 1:
-                left = side_from(x_bufs, first_chunk, j, 0, W)
-                tma_load(gradient.sides_desc, [n, h0 + j - 1, w0 - 8, ci0], bar, left)
-                right = side_from(x_bufs, first_chunk, j, 1, W)
-                tma_load(gradient.sides_desc, [n, h0 + j - 1, w0 + W, ci0], bar, right)
-
-    @gluon.jit
-    def dy(self, R: gl.constexpr, ring, stage, row: gl.constexpr):
-        W: gl.constexpr = self.W
-        MATRIX: gl.constexpr = gl.NVMMASharedLayout(128, 16)
-        dy_bufs = ring.bufs[1]
-        rows = reinterpret(dy_bufs, dy_bufs.dtype, [ring.SLOTS * self.STEPS, W, 64], MATRIX)
-        return rows.index(stage * self.STEPS + row)
-
-    @gluon.jit
-    def x(self, R: gl.constexpr, ring, stage, row: gl.constexpr, s: gl.constexpr):
-        MARGINS: gl.constexpr = 1 if self.COLUMNS == 1 else 2
-        BLOCK: gl.constexpr = block_chunks(self.W, MARGINS)
-        return row_of_tap(ring.bufs[0], stage, row + R, s, self.W, BLOCK, self.IMAGES, MARGINS)
-
-    @gluon.jit
-    def first_row(self, R: gl.constexpr, sums):
-        return R * 3 * sums.stride_next
+from ..row_memory import block_chunks, clear_margins
+from .wgrad_pieces import Gradient, Piece, Sums, Tiles, accumulate_piece, begin_of, load_piece
 
 
 @gluon.jit
@@ -155,15 +84,15 @@ def conv_row_wgrad_kernel(
         left_co = CO - co0
         left_ci = CI - ci0
     if SWAP:
-        sums = Sums(part_ptr + co0 + 8 * CO, 1, 9 * CO, -CO, left_co, left_ci, False, 0, False)
+        sums = Sums(part_ptr + co0 + 8 * CO, 1, 9 * CO, -CO, left_co, left_ci, False, False)
     else:
         to_ptr = part_ptr + co0 * 9 * CI + ci0
-        sums = Sums(to_ptr, 9 * CI, 1, CI, left_co, left_ci, False, 0, False)
-    products = Rows(tiles_h, W, IMAGES, COLUMNS, 256 // W, 3, K, K, 64)
+        sums = Sums(to_ptr, 9 * CI, 1, CI, left_co, left_ci, False, False)
+    of_pixels = Tiles(tiles_h, W, IMAGES, COLUMNS, K)
     piece = Piece(first, last, tiles, True)
     gradients = (Gradient(x_desc, dy_desc, sides_desc, CI, CO),)
     launch_roles(
-        accumulate_piece, (products, sums, ring, piece),
-        load_piece, (gradients, products, ring, piece, 1),
+        accumulate_piece, (of_pixels, sums, ring, piece),
+        load_piece, (gradients, of_pixels, ring, piece, 1),
         3, (160, 24 if COLUMNS == 1 else 32),
     )  # fmt: skip
