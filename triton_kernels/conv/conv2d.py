@@ -46,10 +46,8 @@ def _conv2d_fwd(
     co, _, r, s = weight.shape
     p, q = _out_size(h, r, stride, padding[0]), _out_size(w, s, stride, padding[1])
     y = x.new_empty((n, p, q, co))
-    if y.numel():
-        precision = precision_of(x.dtype, allow_tf32)
-        operands = ConvOperands(x, weight, bias, y, stride, padding, precision, False)
-        forward.launch(operands, config)
+    precision = precision_of(x.dtype, allow_tf32)
+    forward.launch(ConvOperands(x, weight, bias, y, stride, padding, precision, False), config)
     return y
 
 
@@ -61,12 +59,12 @@ def conv2d_input_grad(
     padding: tuple[int, int],
     allow_tf32: bool = True,  # of float32
     config: tuple | None = None,  # of a kernel of `forward`
+    add: Tensor | None = None,  # as dx: added to it, and rounded once
 ) -> Tensor:  # [N, H, W, CI]
     dx = dy.new_empty((dy.shape[0], *size, weight.shape[1]))
-    if dx.numel():
-        precision = precision_of(dy.dtype, allow_tf32)
-        operands = ConvOperands(dy, weight, None, dx, stride, padding, precision, True)
-        forward.launch(operands, config)
+    precision = precision_of(dy.dtype, allow_tf32)
+    operands = ConvOperands(dy, weight, None, dx, stride, padding, precision, True, add)
+    forward.launch(operands, config)
     return dx
 
 

@@ -92,14 +92,19 @@ def launch(operands: ConvOperands, config: tuple | None = None) -> None:
     """Compute `y` of the operands, with a configuration of a kernel of `FORWARD` or `INPUT_GRAD`,
     or with the fastest."""
     op = INPUT_GRAD if operands.dgrad else FORWARD
+    x, weight, _, y, *_, add, _ = operands
+    assert x.is_contiguous() and x.dtype == weight.dtype
+    assert add is None or (add.shape == y.shape and add.is_contiguous())
+    if y.numel() == 0:
+        return
     if config is None:
 
         def run(c: tuple) -> Tensor:
-            out = torch.empty_like(operands.y)
+            out = torch.empty_like(y)
             op.kernel_of(c).launch(c, operands._replace(y=out))
             return out
 
-        config = select(op, spec_of(operands), describe(operands.x.device), run).config
+        config = select(op, spec_of(operands), describe(x.device), run).config
     op.kernel_of(config).launch(config, operands)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..registry.spec import precision_of
 from .configs import ConvOperands
+from .conv2d import conv2d_input_grad
 from .forward import launch
 
 
@@ -25,11 +26,10 @@ def conv_down(
 ) -> Tensor:  # [N, H / 2, W / 2, CO]
     """y above."""
     n, h, w, _ = x.shape
-    _check(weight, x, h, w)
+    assert h % 2 == w % 2 == 0, f"an image of {h}x{w} pixels has no half"
     y = x.new_empty((n, h // 2, w // 2, weight.shape[0]))
-    if y.numel():
-        precision = precision_of(x.dtype, allow_tf32)
-        launch(ConvOperands(x, weight, bias, y, 2, (padding,) * 2, precision, False))
+    precision = precision_of(x.dtype, allow_tf32)
+    launch(ConvOperands(x, weight, bias, y, 2, (padding, padding), precision, False))
     return y
 
 
@@ -42,17 +42,5 @@ def conv_down_input_grad(
     allow_tf32: bool = True,
 ) -> Tensor:  # [N, H, W, CI]
     """The gradient of x, plus `add`, rounded once."""
-    n, p, q, _ = dy.shape
-    _check(weight, dy, 2 * p, 2 * q)
-    dx = dy.new_empty((n, 2 * p, 2 * q, weight.shape[1]))
-    assert add is None or (add.shape == dx.shape and add.is_contiguous())
-    if dx.numel():
-        precision = precision_of(dy.dtype, allow_tf32)
-        launch(ConvOperands(dy, weight, None, dx, 2, (padding,) * 2, precision, True, add))
-    return dx
-
-
-def _check(weight: Tensor, x: Tensor, h: int, w: int) -> None:
-    assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.shape[2:] == (3, 3)
-    assert x.is_contiguous() and x.dtype == weight.dtype
-    assert h % 2 == w % 2 == 0, f"an image of {h}x{w} pixels has no half"
+    _, p, q, _ = dy.shape
+    return conv2d_input_grad(dy, weight, (2 * p, 2 * q), 2, (padding,) * 2, allow_tf32, add=add)
