@@ -5,7 +5,7 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.attention import attention, attention_fwd, cross_attention, hopper as head
-from triton_kernels.attention.hopper import FWD_HEAD_CONFIGS, HeadGrad
+from triton_kernels.attention.hopper import FWD_HEAD_CONFIGS, HEAD_GRAD
 from triton_kernels.attention.launch import ATTENTION, ATTENTION_GRAD, attention_bwd
 from triton_kernels.attention.tiles import (
     BWD_CONFIGS,
@@ -335,7 +335,7 @@ def test_gpu_fwd_head_config(config, shape, order, dtype, device):
 def test_gpu_bwd_head_config(shape, order, dtype, device):
     qkv, do = make(*shape, dtype, device)
     skip_unless_head_fits(qkv, shape[3], backward=True)
-    check_gradient(HeadGrad(), qkv, do, shape[2], order, FWD_CONFIGS[0])
+    check_gradient(HEAD_GRAD.config(), qkv, do, shape[2], order, FWD_CONFIGS[0])
 
 
 @pytest.mark.gpu
@@ -346,7 +346,7 @@ def test_gpu_head_of_extreme_scores(device):
     qkv[..., :64] = 200
     qkv[..., 64:128] -= 250
     o, lse = attention_fwd(qkv, 2, "qkv_heads", False, FWD_HEAD_CONFIGS[0])
-    dqkv = attention_bwd(do, qkv, o, lse, 2, "qkv_heads", False, HeadGrad())
+    dqkv = attention_bwd(do, qkv, o, lse, 2, "qkv_heads", False, HEAD_GRAD.config())
     exact, _ = run(reference.attention, qkv.double(), do.double(), 2)
     torch.testing.assert_close(o.double(), exact, rtol=2e-3, atol=2e-3)
     assert torch.isfinite(dqkv).all()
@@ -362,7 +362,7 @@ def test_gpu_heads_wait_for_what_they_read(device):
     def step():
         twice = attention_fwd(torch.cat([qkv, qkv]), *arguments, FWD_HEAD_CONFIGS[2])
         return attention_bwd(
-            torch.cat([do, do]), torch.cat([qkv, qkv]), *twice, *arguments, HeadGrad()
+            torch.cat([do, do]), torch.cat([qkv, qkv]), *twice, *arguments, HEAD_GRAD.config()
         )
 
     expected = step()

@@ -14,7 +14,7 @@ from triton_kernels.conv.plain import (
     tf32x3 as conv_tf32x3,
 )
 from triton_kernels.conv.plain.by_tma import tma as conv_tma
-from triton_kernels.conv.plain.linear_tf32x3 import LinearTf32x3
+from triton_kernels.conv.plain.linear_tf32x3 import LINEAR
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.runtime.device import describe
 
@@ -112,7 +112,7 @@ def test_linear_layers_in_chunks(device, monkeypatch):
     shape = Shape(3, 2, 3, 260, 20, (1, 1))
     x, weight, bias, dy = make(shape, torch.float32, device)
     exact, low = references(shape, x, weight, bias, dy)
-    config = LinearTf32x3()
+    config = LINEAR.config()
     y = conv._conv2d_fwd(x, weight, bias, 1, (0, 0), False, config)
     dx = conv.conv2d_input_grad(dy, weight, x.shape[1:3], 1, (0, 0), False, config)
     for got, right, other in zip((y, dx), exact, low, strict=False):
@@ -216,7 +216,7 @@ def test_float32_on_tensor_cores_keeps_infinities(split, device):
     tiles = {
         "before": None,
         "in registers": next(c for c in conv_tf32x3.FWD_CONFIGS if c.in_registers),
-        "in chunks": LinearTf32x3(),
+        "in chunks": LINEAR.config(),
         "gathered": None,  # where there are few channels of x,
         "all taps": None,  # and of y
     }

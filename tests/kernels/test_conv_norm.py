@@ -10,7 +10,7 @@ from triton_kernels.conv.few import conv_few
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import single_tile
-from triton_kernels.conv.hopper.single_tile import SingleTile
+from triton_kernels.conv.hopper.single_tile import KERNEL as SINGLE_TILE
 from triton_kernels.conv.hopper.tiles import tile_mma
 from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import describe
@@ -160,13 +160,15 @@ class TestGpu:
         terms = {"residual": residual if with_residual else None, "factor": factor}
 
         def check():
-            y, partials = conv_few(x, weight, bias, **terms, stats=True, config=SingleTile())
+            y, partials = conv_few(
+                x, weight, bias, **terms, stats=True, config=SINGLE_TILE.config()
+            )
             assert relative(y, exact) <= ROUNDING[dtype] + 1e-5
             check_stats(y, partials)
             return y, partials
 
         repeatedly(check)
-        y, none = conv_few(x, weight, bias, **terms, config=SingleTile())
+        y, none = conv_few(x, weight, bias, **terms, config=SINGLE_TILE.config())
         assert none is None and torch.equal(y, check()[0])
 
     def test_an_empty_batch(self, device):
@@ -176,7 +178,7 @@ class TestGpu:
         y, _, a = conv_norm(x, weight, bias, norm)
         assert y.shape == a.shape == (0, 8, 8, 64)
         x, weight, bias, _, _ = forward_case(POINTS["a tile"]._replace(n=0), x.dtype, device)
-        assert conv_few(x, weight, bias, config=SingleTile())[0].shape == (0, 8, 8, 64)
+        assert conv_few(x, weight, bias, config=SINGLE_TILE.config())[0].shape == (0, 8, 8, 64)
 
 
 def applies(shape: Shape, num_groups: int, dtype=torch.bfloat16, gpu=HOPPER) -> bool:

@@ -8,7 +8,7 @@ import torch
 from triton_kernels import reference
 from triton_kernels.conv import conv2d as conv
 from triton_kernels.conv.configs import ConvOperands
-from triton_kernels.conv.forward import FORWARD, INPUT_GRAD, TransposeFirst, spec_of
+from triton_kernels.conv.forward import FORWARD, INPUT_GRAD, spec_of
 from triton_kernels.conv.hopper.tiles import tile_mma
 from triton_kernels.conv.hopper.unfused import unfused_1x1
 from triton_kernels.conv.plain.by_tma import tma as conv_tma
@@ -123,7 +123,7 @@ class TestGpu:
         assert configs and {c.block_m for c in configs} <= {c.block_m for c in low}
         options = (1, padding_of(shape), True)
         runs = [(0, lambda c=c: conv._conv2d_fwd(x, weight, bias, *options, c)) for c in configs]
-        turned = TransposeFirst()  # and then it is a forward pass
+        turned = INPUT_GRAD.kernel("transpose_first").config()  # and then it is a forward pass
         runs.append((1, lambda: conv.conv2d_input_grad(dy, weight, x.shape[1:3], *options, turned)))
         for i, run in runs:
             first = run()

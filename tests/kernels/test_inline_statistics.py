@@ -7,7 +7,7 @@ from triton_kernels import reference
 from triton_kernels.noise.dropout import Mask
 from triton_kernels.norm import inline_statistics, passes as norm_passes, tables as norm_tables
 from triton_kernels.norm.from_partials import SumsConfig
-from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
+from triton_kernels.norm.inline_statistics import NORM_APPLY, OneLaunch
 from triton_kernels.norm.tables import Statistics
 from triton_kernels.reductions import row_sums
 from triton_kernels.runtime.device import Device
@@ -25,7 +25,7 @@ from .norm_cases import (
     second_half,
 )
 
-ONE, TWO = OneLaunch(), TwoLaunches()
+ONE, TWO = OneLaunch(), NORM_APPLY.kernel("two_launches").config()
 
 
 def _apply(halves, ks, groups, weight, bias, config=ONE, scale=None, shift=None, **options):

@@ -178,6 +178,15 @@ def test_configurations_of_two_kernels_are_never_equal():
     assert len({narrow, stationary, NarrowOutput(256)}) == 2
 
 
+def test_a_kernel_without_a_configuration_class_has_one_configuration():
+    """Which names its kernel as others do, and which no other kernel takes for its own."""
+    whole, halves = Kernel("whole"), Kernel("halves")
+    (config,) = whole.configs(Spec(8, "bf16"), HOPPER)
+    assert config.kernel == "whole" and config._asdict() == {} and config == whole.config()
+    assert config != halves.config() and Op("op", (), (halves, whole)).kernel_of(config) is whole
+    assert whole.meant({}, [config]) == config and whole.meant({"size": 8}, [config]) is None
+
+
 def test_a_configuration_that_is_not_listed_any_more_is_not_used(measured, caplog):
     measured(row(8, 512, 8))
     assert choose() == TILES[0]

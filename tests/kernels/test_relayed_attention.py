@@ -8,7 +8,7 @@ import torch
 
 from triton_kernels import reference
 from triton_kernels.attention import attention_bwd_rows, attention_fwd, relayed
-from triton_kernels.attention.hopper import HeadGrad
+from triton_kernels.attention.hopper import HEAD_GRAD
 from triton_kernels.attention.launch import ATTENTION_GRAD, attention_bwd
 from triton_kernels.attention.relayed import RELAYED, RELAYED_CONFIGS, RelayedTile, relayed_tiles
 from triton_kernels.attention.tiles import FWD_CONFIGS, BwdConfig
@@ -90,7 +90,7 @@ def test_programs_that_do_not_fit_the_gpu_would_wait_for_ever():
         (256, 256, 128, RelayedTile),
         (80, 576, 64, BwdConfig),
         (256, 300, 64, BwdConfig),
-        (320, 256, 64, HeadGrad),
+        (320, 256, 64, HEAD_GRAD.config),
         (128, 4096, 40, RelayedTile),
         (192, 1024, 48, RelayedTile),
         (128, 1024, 80, RelayedTile),

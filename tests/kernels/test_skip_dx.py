@@ -9,7 +9,7 @@ from torch import Tensor
 from triton_kernels.conv import skip_dx
 from triton_kernels.conv.plain.by_tma import tma_skip_dx
 from triton_kernels.conv.plain.pointers import pointer_skip_dx
-from triton_kernels.norm.inline_statistics import OneLaunch, TwoLaunches
+from triton_kernels.norm.inline_statistics import NORM_BACKWARD
 from triton_kernels.norm.tables import NormGrads
 from triton_kernels.reductions.row_sums import RowSums
 from triton_kernels.reference import fused as fused_reference
@@ -143,7 +143,7 @@ def test_coefficients_made_in_the_kernel(name, dtype, device):
     groups = 4 if name in SMALL else 32
     table[:, :2] = table[:, :2, :: c // groups].repeat_interleave(c // groups, dim=2)
     results = []
-    for ways in (OneLaunch(), TwoLaunches()):
+    for ways in (kernel.config() for kernel in NORM_BACKWARD.kernels):
         sums = RowSums(torch.ones(3 * c, device=device))
         d_weight, d_bias, d_bias_before = sums.grad.split(c)
         *dx, rows = skip_dx.skip_backward(

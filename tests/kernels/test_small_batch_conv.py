@@ -9,10 +9,10 @@ from triton_kernels.conv import split as conv_split
 from triton_kernels.conv.few import conv_few
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.hopper import one_row
-from triton_kernels.conv.hopper.one_row import OneRow
+from triton_kernels.conv.hopper.one_row import WHOLE
 from triton_kernels.conv.plain.parts import SplitOperands, count_steps
 from triton_kernels.conv.plain.pointers.pointer_split import PointerParts
-from triton_kernels.conv.plain.small_batch import EarlyConfig, EarlyParts, split_early
+from triton_kernels.conv.plain.small_batch import KERNEL as EARLY_PARTS, EarlyConfig, split_early
 from triton_kernels.conv.plain.split_k import SplitConfig
 from triton_kernels.conv.split import CONV_SPLIT
 from triton_kernels.reference import fused as fused_reference
@@ -310,7 +310,7 @@ def test_early_parts_of_the_model_s_shapes(case, device):
     exact = fused_reference.conv_split(x.double(), weight.double(), extra=double(extra)).sum(0)
     low = fused_reference.conv_split(x, weight, extra=extra).double().sum(0)
     for _ in range(3):
-        parts = conv_split.conv_split(x, weight, extra=extra, config=EarlyParts())
+        parts = conv_split.conv_split(x, weight, extra=extra, config=EARLY_PARTS.config())
         close(parts.sum(0), exact, low)
 
 
@@ -337,7 +337,7 @@ def test_convolutions_by_rows(case, device):
         pytest.skip(reason)
     for factor in (None, 0.5**0.5):
         for _ in range(3):
-            check_whole(x, weight, extra, OneRow(), factor)
+            check_whole(x, weight, extra, WHOLE.config(), factor)
 
 
 @pytest.mark.gpu

@@ -43,11 +43,6 @@ class HeadTile(NamedTuple):
     step: int  # keys at a time
 
 
-@configures("head")
-class HeadGrad(NamedTuple):
-    """Of the backward pass, which has a whole head in shared memory."""
-
-
 # `head` runs only where it was measured to be faster
 FWD_HEAD_CONFIGS = (
     HeadTile(64, 128),
@@ -128,7 +123,7 @@ def _forward(config: HeadTile, operands: FwdOperands) -> None:
     )  # fmt: skip
 
 
-def _backward(_: HeadGrad, operands: BwdOperands) -> Tensor | None:
+def _backward(_: tuple, operands: BwdOperands) -> Tensor | None:
     """dqkv, and rows of `BwdOperands`, of all positions."""
     do, qkv, _, _, o, lse, dqkv, _, _, constants = operands
     n, t, _ = qkv.shape
@@ -164,4 +159,4 @@ def by_heads(x: Tensor, rows: int, constants: dict) -> TensorDescriptor:
 
 
 HEAD = Kernel("head", HeadTile, refuse, head_tiles, launch=_forward)
-HEAD_GRAD = Kernel("head", HeadGrad, refuse, launch=_backward)
+HEAD_GRAD = Kernel("head", refuse=refuse, launch=_backward)

@@ -1,13 +1,13 @@
 """`conv_forward` where nothing runs beside it: there are other kernels for few images, and for few
 tiles of 1x1 filters."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ..registry.choose import select
 from ..registry.cost import Work
-from ..registry.kernel import Kernel, Op, configures
+from ..registry.kernel import Kernel, Op
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .fused import FORWARD, conv_forward, forward_operands
@@ -15,12 +15,7 @@ from .fused_spec import Terms, forward_spec
 from .hopper import one_row, single_tile
 
 
-@configures("conv_forward")
-class Forward(NamedTuple):
-    """Whatever `conv_forward` takes."""
-
-
-def _forward_work(spec: ConvSpec, gpu: Device, _: Forward) -> Work | None:
+def _forward_work(spec: ConvSpec, gpu: Device, _: tuple) -> Work | None:
     """Of the kernel that `conv_forward` takes. Its epilogue makes a trip to memory of its own for a
     residual, as that of an input gradient does for x."""
     choice = select(FORWARD, spec, gpu)
@@ -30,7 +25,7 @@ def _forward_work(spec: ConvSpec, gpu: Device, _: Forward) -> Work | None:
     return work(spec, gpu, choice.config)._replace(grad=spec.residual)
 
 
-def _forward_cost(spec: ConvSpec, gpu: Device, _: Forward) -> float:
+def _forward_cost(spec: ConvSpec, gpu: Device, _: tuple) -> float:
     choice = select(FORWARD, spec, gpu)
     return choice.kernel.predict(spec, gpu, choice.config)
 
@@ -43,7 +38,6 @@ CONV_FEW = Op(
         single_tile.KERNEL,
         Kernel(
             "conv_forward",
-            Forward,
             cost=_forward_cost,
             adds=FORWARD_TERMS,
             work=_forward_work,
@@ -75,9 +69,9 @@ def conv_few(
         asked = added.asked | {"stats": stats, "allow_tf32": allow_tf32}
         spec = forward_spec(x, weight, width, **asked)
         config = select(CONV_FEW, spec, describe(x.device)).config
-    if isinstance(config, Forward):
+    if config.kernel == "conv_forward":
         return conv_forward(x, weight, bias, stats=stats, **options, **terms)
-    pixels = w if isinstance(config, one_row.OneRow) else single_tile.PIXELS  # of a tile
+    pixels = w if config.kernel == "one_row" else single_tile.PIXELS  # of a tile
     tiles = h * w // pixels if stats else None
     given = forward_operands(x, weight, bias, tiles, added, **options)
     if len(x):

@@ -7,13 +7,11 @@ with stride d, and dx of dy, to which another tensor may be added. What has an e
 is in `conv.fused`.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from ..registry.choose import select
-from ..registry.kernel import Kernel, Op, configures
+from ..registry.kernel import Kernel, Op
 from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
@@ -46,18 +44,14 @@ FORWARD = Op(
 )
 
 
-@configures("transpose_first")
-class TransposeFirst(NamedTuple):
-    """Filters are transposed, and then it is a forward pass."""
-
-
 def _refuse_transposing(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.stride != 1 or not tma.transposes_first(spec):
         return "filters of 32 bits, for many pixels, are worth it"
     return unaddressable(spec, gpu)
 
 
-def _transpose_first(config: TransposeFirst, operands: ConvOperands) -> None:
+def _transpose_first(_: tuple, operands: ConvOperands) -> None:
+    """Filters are transposed, and then it is a forward pass."""
     r, s = operands.weight.shape[2:]
     padding = (r - 1 - operands.padding[0], s - 1 - operands.padding[1])
     filters = transpose_weights(operands.weight, 1)[0]
@@ -74,8 +68,7 @@ INPUT_GRAD = Op(
         linear_mma.PLAIN,
         Kernel(
             "transpose_first",
-            TransposeFirst,
-            _refuse_transposing,
+            refuse=_refuse_transposing,
             cost=lambda spec, gpu, config: tma.best_cost(spec, gpu),
             launch=_transpose_first,
         ),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..norm.inline_statistics import NORM_BACKWARD, OneLaunch, TwoLaunches
+from ..norm.inline_statistics import NORM_BACKWARD
 from ..norm.tables import NormGrads, norm_grad_table
 from ..reductions.row_sums import RowSums, row_place, rows_of
 from ..registry.choose import select
@@ -97,7 +97,7 @@ def skip_backward(
     dz2: Tensor | None = None,  # [N, H, W, C2]: then dz is that of x1, added up over 2x2 pixels
     upsample1: bool = False,
     allow_tf32: bool = True,  # as that of `skip_dx`
-    ways: OneLaunch | TwoLaunches | None = None,
+    ways: tuple | None = None,  # of a kernel of `NORM_BACKWARD`
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """`skip_dx` with the coefficients of `norm_grad_table`: the gradients of x1 and x2, and rows
     whose sum is that of the first over samples and pixels."""
@@ -108,7 +108,7 @@ def skip_backward(
         rest = {"grad": True, "tiles": (partials.shape[1],)}
         spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
         ways = select(NORM_BACKWARD, spec, describe(dz.device)).config
-    if isinstance(ways, OneLaunch) and n > 0 and folds(config, dy, x1, x2, upsample1):
+    if ways.kernel == "one_launch" and n > 0 and folds(config, dy, x1, x2, upsample1):
         coeff = NormSums(partials, table, num_groups, rows_of(sums, n, 2 * c))
         into.add(coeff.rows, sums, c)
     else:

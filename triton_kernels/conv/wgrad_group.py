@@ -7,24 +7,20 @@ launches, into writing the parts and adding them up. Several gradients share all
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ..registry.choose import select
-from ..registry.kernel import Kernel, Op, configures
+from ..registry.kernel import Kernel, Op
 from ..registry.spec import WeightGradsSpec, precision_of
 from .hopper.weight_grads import group_wgrad, points_wgrad, rounds_wgrad
 from .weight_grad import conv_weight_grad, one_after_one, weight_grad_spec
 from .wgrad_parts import Gradient, GroupOperands
 
 
-@configures("in_turn")
-class InTurn(NamedTuple):
+def _in_turn(_: tuple, operands: GroupOperands) -> None:
     """Each by `conv_weight_grad`."""
-
-
-def _in_turn(_: InTurn, operands: GroupOperands) -> None:
     options = {"accumulate": operands.accumulate, "allow_tf32": operands.spec.dtype != "fp32"}
     for gradient in operands.gradients:
         conv_weight_grad(*gradient, **options)
@@ -42,7 +38,7 @@ def conv_weight_grads(
     group = [Gradient(*g) for g in gradients]
     operands = GroupOperands(group, grads_spec(group, allow_tf32), accumulate, share)
     if config is None:
-        config = InTurn() if len(group) == 1 else _chosen(operands)
+        config = IN_TURN.config() if len(group) == 1 else _chosen(operands)
     WEIGHT_GRADS.kernel_of(config).launch(config, operands)
 
 
@@ -72,17 +68,17 @@ def _key(spec: WeightGradsSpec) -> dict[str, Any]:
     return sizes | {"dtype": spec.dtype}
 
 
+IN_TURN = Kernel(
+    "in_turn",
+    launch=_in_turn,
+    alike=lambda spec, gpu, _: one_after_one(spec, gpu),
+    delegates=True,
+)
 WEIGHT_GRADS = Op(
     "conv_weight_grads",
     key=_key,
     kernels=(
-        Kernel(
-            "in_turn",
-            InTurn,
-            launch=_in_turn,
-            alike=lambda spec, gpu, _: one_after_one(spec, gpu),
-            delegates=True,
-        ),
+        IN_TURN,
         group_wgrad.KERNEL,
         rounds_wgrad.KERNEL,
         points_wgrad.KERNEL,

@@ -87,7 +87,7 @@ def conv_stage(
     )  # fmt: skip
     if config is None:
         config = select(CONV_STAGE, spec, describe(device)).config
-    if isinstance(config, Alone):
+    if config.kernel == "stage":
         partial, side = _new_sums(conv, slices, n, t)
         conv1d_stage_kernel[(slices * blocks, n)](
             *pointers, conv.weight, partial, side, *numbers,
@@ -167,11 +167,6 @@ def _is_last(x: Tensor) -> bool:  # [..., C, T]
     return not x.is_contiguous() and x.mT.is_contiguous()
 
 
-@configures("stage")
-class Alone(NamedTuple):
-    """A program makes its slice of the input."""
-
-
 @configures("multiply")
 class Tile(NamedTuple):
     """What a program of a batched convolution computes."""
@@ -215,7 +210,7 @@ CONV_STAGE = Op(
     "conv_stage",
     ("t", "rows", "channels", "taps", "side", "stride", "transposed", "batched", "dtype"),
     (
-        Kernel("stage", Alone, _refuse_alone),
+        Kernel("stage", refuse=_refuse_alone),
         whole.KERNEL,
         Kernel("multiply", Tile, _refuse_multiply, _tiles),
     ),

@@ -24,7 +24,7 @@ from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second
 from .pass_grid import MOST_HELD
 from .passes import apply, apply_upsampled, launch_apply
-from .small_batch import SMALL_BATCH, SmallBatch, norm_small_batch
+from .small_batch import SMALL_BATCH, norm_small_batch
 from .tables import Statistics, covering_groups, norm_table
 
 # Elements of a tensor up to which one more launch costs more than reading the sums in every program
@@ -47,11 +47,6 @@ class SumsConfig(NamedTuple):
 # 32 channels and many pixels need the fewest sums per pixel
 _LARGE, _SMALL = SumsConfig(32, 4096, 2, 8), SumsConfig(32, 2048, 2, 4)
 _WIDE = SumsConfig(64, 4096, 4, 8)  # where the groups of 64 channels need no more lanes than of 32
-
-
-@configures("two_launches")
-class TwoLaunches(NamedTuple):
-    """A table, or coefficients, and a pass."""
 
 
 def _refuse(spec: NormSpec, gpu: Device) -> str | None:
@@ -104,7 +99,7 @@ NORM_OF_SUMS = Op(
             lambda spec, _: [sums_config(spec)],
             untimed=_untimed,
         ),
-        Kernel("two_launches", TwoLaunches),
+        Kernel("two_launches"),
     ),
     similar=False,
 )
@@ -144,9 +139,9 @@ def norm_of_sums(
         tiles = tuple(part.shape[1] for part in norm.partials)
         spec = NormSpec(*shape, upsampled=up, tiles=tiles, **options)
         config = select(NORM_OF_SUMS, spec, describe(x1.device), run).config
-    if isinstance(config, SmallBatch):
+    if config.kernel == "small_batch":
         return norm_small_batch(x1, x2, norm, activation, up, tf32)
-    if isinstance(config, TwoLaunches):
+    if config.kernel == "two_launches":
         table = norm_table(*norm)
         if not up:
             return apply(x1, x2, table, activation, early=True, tf32=tf32), None

@@ -25,7 +25,7 @@ from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
-from .from_partials import TwoLaunches, loaded_sums, sums_config
+from .from_partials import loaded_sums, sums_config
 from .inline_statistics_kernels import norm_dx_inline_kernel
 from .pass_grid import channel_block
 from .passes import apply, apply_upsampled, cut, launch_apply, norm_dx
@@ -73,7 +73,7 @@ def _untimed(spec: NormSpec, gpu: Device) -> str | None:
 _KEY = ("h", "w", "c1", "c2", "tiles", "dtype")
 _KERNELS = (  # the first that can is taken
     Kernel("one_launch", OneLaunch, _refuse, untimed=_untimed),
-    Kernel("two_launches", TwoLaunches),
+    Kernel("two_launches"),  # a table, or coefficients, and a pass
 )
 NORM_APPLY = Op("norm_apply", _KEY, _KERNELS, similar=False)
 NORM_BACKWARD = Op("norm_backward", _KEY, _KERNELS, similar=False)
@@ -93,7 +93,7 @@ def norm_apply(
     mask: Mask | None = None,
     tf32: bool = False,  # here and below: float32 results are rounded to TF32, as products are
     dtype: torch.dtype | None = None,
-    config: OneLaunch | TwoLaunches | None = None,
+    config: tuple | None = None,  # of a kernel of `NORM_APPLY`
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
     """`apply` with the table of `norm_table`, and that table."""
     second = 0 if x2 is None else x2.shape[3]
@@ -101,7 +101,7 @@ def norm_apply(
     spec = NormSpec(len(x1), dtype_name(x1.dtype), *x1.shape[1:], second, norm.num_groups, **rest)
     if config is None:
         config = select(NORM_APPLY, spec, describe(x1.device)).config
-    if isinstance(config, TwoLaunches):
+    if config.kernel == "two_launches":
         table = norm_table(*norm)
         early = mask is None and _overlaps(x1)
         how = {"mask": mask, "early": early, "tf32": tf32, "dtype": dtype}
@@ -157,7 +157,7 @@ def norm_backward(
     input_partials: Tensor | None = None,  # this and `film` as `norm_grad_table` has them
     film: tuple[Tensor | None, ...] = (None,) * 3,
     tf32: bool = False,
-    config: OneLaunch | TwoLaunches | None = None,
+    config: tuple | None = None,  # of a kernel of `NORM_BACKWARD`
 ) -> tuple[Tensor, Tensor | None]:  # as x; float32 [rows, C]
     """`norm_dx` of one tensor, with the coefficients of `norm_grad_table`."""
     n, h, w, c = dz.shape
@@ -165,7 +165,7 @@ def norm_backward(
         rest = {"grad": True, "tiles": (partials.shape[1],), "upsampled": upsample1}
         spec = NormSpec(n, dtype_name(dz.dtype), h, w, c, groups=num_groups, **rest)
         config = select(NORM_BACKWARD, spec, describe(dz.device)).config
-    if isinstance(config, TwoLaunches):
+    if config.kernel == "two_launches":
         options = {"input_partials": input_partials, "film": film, "sums": sums}
         coeff = norm_grad_table(partials, table, h * w, num_groups, into, **options)
         dx, _, added = norm_dx(

@@ -9,7 +9,7 @@ x1 beside x2 along the channels.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..registry.cost import CACHE, of_passes
-from ..registry.kernel import Kernel, configures
+from ..registry.kernel import Kernel
 from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import dependent_launches
 from ..runtime.device import Device, describe
@@ -187,12 +187,7 @@ def params_grad(
 # --- the kernels of group_norm ------------------------------------------------------------------
 
 
-@configures("multi_pass")
-class MultiPass(NamedTuple):
-    """Each pass has its own configuration."""
-
-
-def _forward(_: MultiPass, xs: Halves, num_groups: int, eps: float, params: Params, act: str):
+def _forward(_: tuple, xs: Halves, num_groups: int, eps: float, params: Params, act: str):
     x, (n, hw, c) = xs[0], extent(xs)
     stats = x.new_empty((2, n, num_groups), dtype=torch.float32)
     if hw == 0:
@@ -204,9 +199,7 @@ def _forward(_: MultiPass, xs: Halves, num_groups: int, eps: float, params: Para
         return apply(*xs, table, act), stats
 
 
-def _backward(
-    _: MultiPass, xs: Halves, dy: Tensor, stats: Tensor, params: Params, act: str, dx: bool
-):
+def _backward(_: tuple, xs: Halves, dy: Tensor, stats: Tensor, params: Params, act: str, dx: bool):
     n, hw, c = extent(xs)
     if hw == 0:
         return empty_like(xs), dy.new_zeros((n, 1, 2, c), dtype=torch.float32)
@@ -221,12 +214,12 @@ def _backward(
     return (dx1, dx2), sums
 
 
-def _cost(spec: NormSpec, gpu: Device, config: MultiPass) -> float:
+def _cost(spec: NormSpec, gpu: Device, config: tuple) -> float:
     """What is read twice comes from the L2 cache, if it is small."""
     x = spec.elements * spec.itemsize
     read = spec.bytes - x  # by each of the two passes
     return of_passes(spec.bytes + (read if x >= CACHE else 0), 3)
 
 
-MULTI_PASS = Kernel("multi_pass", MultiPass, cost=_cost, launch=_forward)
-MULTI_PASS_GRAD = Kernel("multi_pass", MultiPass, cost=_cost, launch=_backward)
+MULTI_PASS = Kernel("multi_pass", cost=_cost, launch=_forward)
+MULTI_PASS_GRAD = Kernel("multi_pass", cost=_cost, launch=_backward)

@@ -8,14 +8,13 @@ x is one tensor or the concatenation of x1 and x2 over channels, which never exi
 """
 
 import math
-from typing import NamedTuple
 
 import triton
 from torch import Tensor
 
 from ..activations import check_activation
 from ..reductions.conv_parts import SplitConv, terms_of
-from ..registry.kernel import Kernel, Op, configures
+from ..registry.kernel import Kernel, Op
 from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
@@ -28,11 +27,6 @@ _PER_WARP, _MIN_WARPS = 1024, 4  # elements
 _PROGRAMS = 2  # per multiprocessor; where there would be more, a program has several groups
 _MANY_TILES = 8  # per image, whose sums have as many bytes as the pixels that a program reads
 _HELD = 12  # bytes of registers for each number of a group: x, the result, and their addresses
-
-
-@configures("single_cta")
-class WholeGroups(NamedTuple):
-    """A program has one group of an image, or several if there would be many programs."""
 
 
 def _lanes(spec: NormSpec) -> int:
@@ -61,7 +55,7 @@ def _apart(spec: NormSpec, gpu: Device) -> str | None:
 NORM_SINGLE_CTA = Op(
     "norm_single_cta",
     ("h", "w", "c1", "c2", "groups", "dtype"),
-    (Kernel("single_cta", WholeGroups, _refuse),),
+    (Kernel("single_cta", refuse=_refuse),),
     apart=_apart,
 )
 

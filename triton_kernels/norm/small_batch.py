@@ -8,14 +8,12 @@ and sums at once, in one round trip to memory. With many images most of what is 
 blocks of channels by more pixels are faster (`norm_of_sums`).
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..activations import activate
-from ..registry.kernel import Kernel, configures
+from ..registry.kernel import Kernel
 from ..registry.spec import FEW_IMAGES, NormSpec
 from ..runtime.dependent_launch import await_inputs, begin_next, overlapping
 from ..runtime.device import Device, describe
@@ -160,11 +158,6 @@ def _norm_small_batch_kernel(
         tl.store(ptrs, half, mask=first[None, :] & mask_p)
 
 
-@configures("small_batch")
-class SmallBatch(NamedTuple):
-    """The shape alone decides the tile."""
-
-
 def _untimed(spec: NormSpec, gpu: Device) -> str | None:
     most = gpu.busy * _MIN_TILE
     many = spec.n > FEW_IMAGES or spec.elements > most
@@ -223,4 +216,4 @@ def _tile(n: int, hw: int, groups: int, cg: int, k: int, gpu: Device) -> tuple[i
     return block_g, block_j, block_p
 
 
-SMALL_BATCH = Kernel("small_batch", SmallBatch, _refuse, untimed=_untimed)
+SMALL_BATCH = Kernel("small_batch", refuse=_refuse, untimed=_untimed)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..runtime import device
 from ..runtime.device import Device
@@ -35,7 +35,8 @@ class Kernel(Generic[C]):
     """One way to compute an operation."""
 
     name: str
-    config: type[C]  # the class of its configurations
+    # the class of its configurations; None: there is one, which has no fields
+    config: type[C] | None = None
     # why it cannot compute this on this GPU, or None; the default computes everything
     refuse: Callable[[Spec, Device], str | None] = lambda spec, gpu: None
     # configurations that can compute this, if it is not refused. None: there is one, `config()`
@@ -59,6 +60,8 @@ class Kernel(Generic[C]):
     adds: tuple[str, ...] = ()  # terms of its epilogue, from `spec.TERMS`; it refuses all others
 
     def __post_init__(self) -> None:
+        if self.config is None:
+            object.__setattr__(self, "config", configures(self.name)(NamedTuple(self.name, [])))
         if self.configs is None:
             object.__setattr__(self, "configs", lambda spec, gpu: [self.config()])
 

@@ -28,13 +28,8 @@ if SUPPORTED:
 
 
 @configures("one_row")
-class OneRow(NamedTuple):
-    """Tiles of a row of pixels."""
-
-
-@configures("one_row")
 class RowParts(NamedTuple):
-    """The same, of a part of the sum."""
+    """Of `PARTS`: a program has a part of the sum."""
 
     parts: int
 
@@ -80,7 +75,7 @@ def _refuse_parts(spec: ConvSpec, gpu: Device) -> str | None:
     return None if count_parts(spec, gpu) > 1 else "a program holds its whole sum"
 
 
-def _work(spec: ConvSpec, gpu: Device, config: OneRow | RowParts) -> Work:
+def _work(spec: ConvSpec, gpu: Device, config: tuple) -> Work:
     """What its programs do."""
     parts = config.parts if isinstance(config, RowParts) else 1
     pixels = spec.w
@@ -98,7 +93,7 @@ def _work(spec: ConvSpec, gpu: Device, config: OneRow | RowParts) -> Work:
     )
 
 
-def _launch_whole(_: OneRow, operands: Operands) -> None:
+def _launch_whole(_: tuple, operands: Operands) -> None:
     """The whole convolution. No kernel may write filters and biases while earlier ones of the
     stream are under way: they are read ahead."""
     w = operands.x.shape[2]
@@ -147,7 +142,7 @@ def _in_rows(x: Tensor, pixels: int) -> TensorDescriptor:
     return in_boxes(x, list(x.shape), [1, 1, pixels, 64])
 
 
-WHOLE = Kernel("one_row", OneRow, refuse, launch=_launch_whole, work=_work, adds=FORWARD_TERMS)
+WHOLE = Kernel("one_row", refuse=refuse, launch=_launch_whole, work=_work, adds=FORWARD_TERMS)
 PARTS = Kernel(
     "one_row",
     RowParts,

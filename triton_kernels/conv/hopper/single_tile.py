@@ -9,13 +9,12 @@ behind the wait come all of its pixels and the residual, in one trip to memory. 
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import Tensor
 
 from ...hopper.descriptors import SUPPORTED, in_boxes, missing
 from ...registry.cost import Work, resident
-from ...registry.kernel import Kernel, configures
+from ...registry.kernel import Kernel
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device
@@ -27,11 +26,6 @@ if SUPPORTED:
 
 _MAX_CHANNELS = 512  # of x: 128 KiB of shared memory for a tile of 64 pixels
 PIXELS = 64  # of a tile
-
-
-@configures("single_tile")
-class SingleTile(NamedTuple):
-    """Tiles of `PIXELS`."""
 
 
 def refuse(spec: ConvSpec, gpu: Device) -> str | None:
@@ -46,7 +40,7 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
     return None
 
 
-def _work(spec: ConvSpec, gpu: Device, _: SingleTile) -> Work:
+def _work(spec: ConvSpec, gpu: Device, _: tuple) -> Work:
     """What its programs do; a residual comes in the same trip to memory as the pixels."""
     shared = (64 + PIXELS) * spec.k * spec.itemsize + PIXELS * 128  # also the result
     return Work(
@@ -60,7 +54,7 @@ def _work(spec: ConvSpec, gpu: Device, _: SingleTile) -> Work:
     )
 
 
-def _launch(_: SingleTile, operands: Operands) -> None:
+def _launch(_: tuple, operands: Operands) -> None:
     """The convolution, with a residual if there is one, and its partials."""
     x, weight = operands.x, operands.weight
     n, h, w, ci = x.shape
@@ -79,8 +73,7 @@ def _launch(_: SingleTile, operands: Operands) -> None:
 
 KERNEL = Kernel(
     "single_tile",
-    SingleTile,
-    refuse,
+    refuse=refuse,
     launch=_launch,
     work=_work,
     adds=("residual", "factor", "stats"),

@@ -7,12 +7,10 @@ channels in steps of 32 it took longer than the launch. So the sum is cut into c
 by side, one or two a warp, and added up in the end.
 """
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 
-from ...registry.kernel import Kernel, configures
+from ...registry.kernel import Kernel
 from ...registry.spec import ConvSpec
 from ...runtime.dependent_launch import await_inputs, overlapping
 from ...runtime.device import Device
@@ -69,11 +67,6 @@ def _linear_tf32x3_kernel(
     tl.store(y_ptr + offs_m.to(tl.int64)[None, :] * C + offs_c[:, None], acc, mask=mask)
 
 
-@configures("linear_tf32x3")
-class LinearTf32x3(NamedTuple):
-    """Its chunks of the sum are side by side, split in registers."""
-
-
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if reason := tf32x3.refuse(spec, gpu) or Only(filters=(1, 1))(spec, gpu):
         return reason
@@ -81,7 +74,7 @@ def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     return f"{pixels} pixels; it takes up to {most}" if pixels > most else None
 
 
-def _launch(_: LinearTf32x3, operands: ConvOperands) -> None:
+def _launch(_: tuple, operands: ConvOperands) -> None:
     x, weight, bias, y, *_ = operands
     k, c = x.shape[-1], y.shape[-1]
     m = x.numel() // k
@@ -92,4 +85,4 @@ def _launch(_: LinearTf32x3, operands: ConvOperands) -> None:
     )  # fmt: skip
 
 
-LINEAR = Kernel("linear_tf32x3", LinearTf32x3, _refuse, launch=_launch)
+LINEAR = Kernel("linear_tf32x3", refuse=_refuse, launch=_launch)

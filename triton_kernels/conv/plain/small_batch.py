@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...registry.cost import HOPPER, Work
-from ...registry.kernel import Kernel, configures
+from ...registry.kernel import Kernel
 from ...registry.spec import FEW_IMAGES, ConvSpec
 from ...runtime.dependent_launch import overlapping
 from ...runtime.device import Device, describe
@@ -34,11 +34,6 @@ from .small_batch_kernels import conv_early_kernel
 
 _DEEPEST = 512  # terms of a product: 64 registers of a thread for filters, 64 for pixels
 _MAX_PIXELS = 1024  # of all images; with more a loop over tiles is faster
-
-
-@configures("early_parts")
-class EarlyParts(NamedTuple):
-    """`split_config` chooses the tile."""
 
 
 class EarlyConfig(NamedTuple):
@@ -107,7 +102,7 @@ def split_config(spec: ConvSpec, gpu: Device) -> EarlyConfig:
     return EarlyConfig(64, block_m, block_k, rounds, 8 if block_k == 512 else 4)
 
 
-def _work(spec: ConvSpec, gpu: Device, _: EarlyParts) -> Work:
+def _work(spec: ConvSpec, gpu: Device, _: tuple) -> Work:
     """The work of the programs of `split_early`. The 1x1 convolutions are a part of their own."""
     config, pixels = split_config(spec, gpu), spec.n * spec.h * spec.w
     terms = config.rounds * config.block_k
@@ -126,7 +121,7 @@ def _work(spec: ConvSpec, gpu: Device, _: EarlyParts) -> Work:
     )
 
 
-def _launch(_: EarlyParts, operands: SplitOperands) -> Tensor:
+def _launch(_: tuple, operands: SplitOperands) -> Tensor:
     return split_early(split_config(operands.spec, describe(operands.x.device)), operands)
 
 
@@ -142,8 +137,7 @@ def _untimed(spec: ConvSpec, gpu: Device) -> str | None:
 
 KERNEL = Kernel(
     "early_parts",
-    EarlyParts,
-    _refuse,
+    refuse=_refuse,
     launch=_launch,
     work=_work,
     borrows=HOPPER,
