@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .attention import (
-    attention_bwd_rows,
+    attention_backward,
     attention_fwd as attention_forward,
     cross_attention_bwd as cross_attention_backward,
     cross_attention_fwd as cross_attention_forward,
@@ -94,23 +94,6 @@ def tensor_rows(x: Tensor, sums: RowSums | None) -> Tensor:
     """Rows [rows, C] in a place of `sums`, or a tensor of their own, whose sum is that of x
     [..., C] over all but the channels."""
     return column_rows(x, row_place(True if sums is None else sums, x))
-
-
-def attention_backward(
-    do: Tensor,
-    qkv: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    num_heads: int,
-    order: str,
-    sums: RowSums | bool,  # True: rows in a tensor of their own; False: none
-    *,
-    allow_tf32: bool = True,  # of float32
-) -> tuple[Tensor, Tensor | None]:
-    """dqkv [N, T, 3C], and rows [rows, 3C] in a place of `sums`, whose sum is that of it over
-    samples and positions."""
-    place = row_place(sums, qkv)
-    return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, place)
 
 
 def avg_pool(

@@ -6,8 +6,9 @@ import math
 import torch
 
 from triton_kernels import reference
-from triton_kernels.attention import attention, attention_bwd_rows, attention_fwd
+from triton_kernels.attention import attention, attention_backward, attention_fwd
 from triton_kernels.attention.launch import attention_bwd
+from triton_kernels.reductions.row_sums import RowSums
 
 FLOOR = 1e-6  # of the budget: the precision of float32 statistics
 
@@ -211,11 +212,18 @@ def check_gradient(config, qkv, do, heads, order="qkv_heads", forward=None):
     check_rows(do, qkv, arguments, config)
 
 
+class _Unwritten(RowSums):
+    def rows(self, count, columns):
+        return self.grad.new_full((count, columns), torch.nan)
+
+
 def check_rows(do, qkv, arguments, config):
     """The rows are sums of what was written, before it was rounded."""
-    place = lambda *shape: torch.full(shape, torch.nan, device=qkv.device)  # noqa: E731
+    heads, order, allow_tf32 = arguments
+    rest = {"allow_tf32": allow_tf32, "config": config}
     o_lse = attention_fwd(qkv, *arguments)
-    dqkv, rows = attention_bwd_rows(do, qkv, *o_lse, *arguments, place, config)
+    unwritten = _Unwritten(torch.empty(0, device=qkv.device))
+    dqkv, rows = attention_backward(do, qkv, *o_lse, heads, order, unwritten, **rest)
     assert torch.equal(dqkv, attention_bwd(do, qkv, *o_lse, *arguments, config))
     written = dqkv.double()
     error = (rows.double().sum(0) - written.sum((0, 1))).abs()

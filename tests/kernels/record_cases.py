@@ -32,7 +32,7 @@ import triton_kernels
 from benchmarks import goldens
 from diffusion.runs.precompile_worker import train
 from triton_kernels.activations import ACTIVATIONS
-from triton_kernels.attention import attention_bwd_rows
+from triton_kernels.attention import attention_backward
 from triton_kernels.conv.fused import conv_forward
 from triton_kernels.conv.fused_spec import forward_spec
 from triton_kernels.conv.split import CONV_SPLIT, conv_split, split_spec
@@ -187,8 +187,9 @@ def _long_attention() -> None:
     ):
         qkv = torch.empty(n, t, 3 * heads * d, dtype=dtype)
         o, lse = triton_kernels.fused_ops.attention_forward(qkv, heads, order)
-        place = torch.empty if t % 256 else None
-        attention_bwd_rows(torch.empty_like(o), qkv, o, lse, heads, order, False, place)
+        attention_backward(
+            torch.empty_like(o), qkv, o, lse, heads, order, t % 256 > 0, allow_tf32=False
+        )
 
 
 def _parts_through_pointers() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.attention import attention_bwd_rows, attention_fwd, relayed
+from triton_kernels.attention import attention_backward, attention_fwd, relayed
 from triton_kernels.attention.hopper import HEAD_GRAD
 from triton_kernels.attention.launch import ATTENTION_GRAD, attention_bwd
 from triton_kernels.attention.relayed import RELAYED, RELAYED_CONFIGS, RelayedTile, relayed_tiles
@@ -133,9 +133,7 @@ def test_what_is_taken_is_launched(monkeypatch):
     qkv, o = (torch.empty(16, 1000, k * 12 * 64, dtype=torch.bfloat16) for k in (3, 1))
     lse = torch.empty(16, 12, 1000)
     with standing_for(H200):
-        dqkv, rows = attention_bwd_rows(
-            o, qkv, o, lse, 12, "heads_qkv", False, lambda *shape: torch.empty(shape)
-        )
+        dqkv, rows = attention_backward(o, qkv, o, lse, 12, "heads_qkv", True, allow_tf32=False)
     assert dqkv.shape == qkv.shape and rows.shape == (16 * 8, 3 * 12 * 64)
     for kernel in kernels.values():
         ((grid, options),) = kernel.calls

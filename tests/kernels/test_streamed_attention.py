@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from triton_kernels import reference
-from triton_kernels.attention import attention_bwd_rows, attention_fwd, streamed
+from triton_kernels.attention import attention_fwd, streamed
 from triton_kernels.attention.hopper import HeadTile
-from triton_kernels.attention.launch import ATTENTION
+from triton_kernels.attention.launch import ATTENTION, attention_bwd
 from triton_kernels.attention.streamed import (
     KEPT,
     KEPT_CONFIGS,
@@ -182,7 +182,7 @@ def test_gpu_gradient_from_its_logarithms(config, d, t, device):
     skip_unless_possible(config, qkv, d)
     (_, exact), (_, budget) = expected_and_budgets(qkv, do, 3)
     o, lse = attention_fwd(qkv, 3, "qkv_heads", False, config)
-    dqkv, _ = attention_bwd_rows(do, qkv, o, lse, 3, "qkv_heads", False, None)
+    dqkv = attention_bwd(do, qkv, o, lse, 3, "qkv_heads", False)
     assert_close("dqkv", dqkv, exact, budget)
 
 

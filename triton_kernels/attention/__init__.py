@@ -23,12 +23,12 @@ the tile has no masks. There are no atomics: the same input gives the same bits.
 queries of `streamed` come the keys of a longer one, and past the keys of `relayed` its queries.
 """
 
-from .launch import attention_bwd_rows, attention_fwd, cross_attention_bwd, cross_attention_fwd
+from .launch import attention_backward, attention_fwd, cross_attention_bwd, cross_attention_fwd
 from .op import attention, cross_attention
 
 __all__ = [
     "attention",
-    "attention_bwd_rows",
+    "attention_backward",
     "attention_fwd",
     "cross_attention",
     "cross_attention_bwd",

@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..reductions.row_sums import RowSums, row_place
 from ..registry.choose import select
 from ..registry.kernel import Op
 from ..registry.spec import AttentionSpec, dtype_name
@@ -37,8 +38,6 @@ CROSS_ATTENTION_GRAD = Op(
     "cross_attention_bwd", _CROSS_KEY, (TILES_GRAD, FEW_KEYS_GRAD), similar=False
 )
 
-_Place = Callable[[int, int], Tensor]  # (rows, columns) -> where they go, float32
-
 
 def attention_fwd(
     qkv: Tensor,  # [N, T, 3C]
@@ -62,24 +61,26 @@ def attention_bwd(
     config: tuple | None = None,  # of a kernel of `ATTENTION_GRAD`
 ) -> Tensor:
     """dqkv [N, T, 3C]."""
-    return attention_bwd_rows(do, qkv, o, lse, num_heads, order, allow_tf32, None, config)[0]
+    rest = {"allow_tf32": allow_tf32, "config": config}
+    return attention_backward(do, qkv, o, lse, num_heads, order, False, **rest)[0]
 
 
-def attention_bwd_rows(
+def attention_backward(
     do: Tensor,
     qkv: Tensor,
     o: Tensor,
     lse: Tensor,
     num_heads: int,
     order: str,
-    allow_tf32: bool,
-    place: _Place | None,
+    sums: RowSums | bool,  # True: rows in a tensor of their own; False: none
+    *,
+    allow_tf32: bool = True,
     config: tuple | None = None,  # of a kernel of `ATTENTION_GRAD`
 ) -> tuple[Tensor, Tensor | None]:
-    """The same, and if they have a place, rows [rows, 3C] whose sum is that of dqkv over samples
+    """The same, and rows [rows, 3C] in a place of `sums`, whose sum is that of dqkv over samples
     and positions."""
     given = do, (qkv, None, None), o, lse, num_heads, order, allow_tf32
-    (dqkv, _), rows = _backward(ATTENTION_GRAD, *given, place, config)
+    (dqkv, _), rows = _backward(ATTENTION_GRAD, *given, row_place(sums, qkv), config)
     return dqkv, rows
 
 
@@ -187,7 +188,7 @@ def _backward(
     num_heads: int,
     order: str,
     allow_tf32: bool,
-    place: _Place | None,
+    place: Callable[[int, int], Tensor] | None,
     config: tuple | None,
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """The gradients of qkv, or of q and kv; and rows, if they have a place."""
