@@ -78,7 +78,7 @@ def applying(shape: Shape, dtype, device, dgrad: bool) -> list[tuple]:
 
 
 def unfused_configs(x, weight, y, padding, dgrad: bool) -> list[tuple]:
-    """Of the kernels of `unfused_3x3` and `unfused_1x1`; float32 is in TF32."""
+    """Of the kernels of `tile_mma` and `unfused_1x1`; float32 is in TF32."""
     operands = ConvOperands(x, weight, None, y, 1, padding, "tf32", dgrad)
     found = listed(INPUT_GRAD if dgrad else FORWARD, spec_of(operands), describe(x.device))
     names = ("tile_mma", "unfused")

@@ -17,7 +17,8 @@ from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
 from .configs import ConvOperands
 from .hopper import linear_mma
-from .hopper.unfused import unfused_1x1, unfused_3x3
+from .hopper.tiles import tile_mma
+from .hopper.unfused import unfused_1x1
 from .plain import gather, im2col_fwd, linear_tf32x3, tf32x3
 from .plain.by_tma import tma, tma_stride
 from .plain.pointers import pointer
@@ -31,7 +32,7 @@ FORWARD = Op(
     key=_KEY,
     kernels=(
         tma.FORWARD,
-        unfused_3x3.FORWARD,
+        tile_mma.PLAIN_FORWARD,
         *unfused_1x1.FORWARD,
         linear_mma.PLAIN,
         tma_stride.FORWARD,
@@ -63,7 +64,7 @@ INPUT_GRAD = Op(
     key=_KEY,
     kernels=(
         tma.INPUT_GRAD,
-        unfused_3x3.INPUT_GRAD,
+        tile_mma.PLAIN_INPUT_GRAD,
         *unfused_1x1.INPUT_GRAD,
         linear_mma.PLAIN,
         Kernel(

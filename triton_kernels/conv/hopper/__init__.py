@@ -2,14 +2,14 @@
 
     launcher          computes                            kernels
     row_mma           fused 3x3, 64 channels in           stationary_weights
-    tile_mma          fused 3x3, any channels             tile_mma_kernels
+    tile_mma          3x3, any channels, fused and        tile_mma_kernels
+                      public
     linear_mma        1x1 and linear layers, any          linear_mma_kernel
                       channels, fused and public
     upsampled         fused 3x3 after upsampling          upsampled_kernels
     narrow            fused 3x3, 16 channels out          narrow_output
     one_row           fused 3x3 of few images             one_row_kernels
     single_tile       fused 1x1 of few tiles              single_tile_kernels
-    unfused_3x3       public `conv2d`                     tile_mma_kernels
     unfused_1x1       public `conv2d`                     unfused_pointwise, of few tiles
                                                           unfused_single_tile and, in TF32,
                                                           unfused_single_tile_tf32

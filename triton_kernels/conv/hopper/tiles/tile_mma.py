@@ -1,6 +1,6 @@
 """3x3 convolutions in 16 bits and in TF32 for Hopper, in Gluon. One product multiplies 64 channels
-by a whole tile of pixels, both from shared memory. A kernel of `conv.fused`, and of `conv2d`
-(`unfused_3x3`).
+by a whole tile of pixels, both from shared memory. A kernel of `conv.fused`, and of `conv2d`, where
+it is taken only where it was measured to be faster than `conv.plain.tma`.
 
 A tile has 256 pixels (or 128, or 64). If the rows of the image have 4, 8, 16, 32 or 64 pixels, a
 tile is whole rows; else it is a rectangle whose sides are powers of two that divide those of the
@@ -35,6 +35,7 @@ products are of one row: it is faster where rows are long.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,8 +49,9 @@ from ....registry.spec import FORWARD_TERMS, ConvSpec
 from ....runtime.dependent_launch import following, overlapping
 from ....runtime.device import Device, describe
 from ....runtime.hardware import BESIDE_BUFFERS, VECTOR
+from ...configs import ConvOperands
 from ...plain.transpose_weights import transpose_weights
-from ...refusals import ROUNDED, Only, channels_of, odd_channels
+from ...refusals import ROUNDED, Only, channels_of, odd_channels, unaddressable
 from ..operands import NormOfResult, Operands
 
 if SUPPORTED:
@@ -315,3 +317,26 @@ KERNEL = Kernel(
     work=work,
     fitted_by=("block_m", "filters_with_pixels", "row_bytes"),
 )
+
+
+# --- of `conv2d`: the epilogue adds a bias at most ------------------------------------------------
+
+
+def _refuse_plain(spec: ConvSpec, gpu: Device) -> str | None:
+    return unaddressable(spec, gpu) or refuse(spec, gpu)
+
+
+def _refuse_plain_grad(spec: ConvSpec, gpu: Device) -> str | None:
+    if spec.dtype == "tf32":
+        return "it multiplies filters that are transposed first"
+    return _refuse_plain(spec, gpu)
+
+
+def _launch_plain(config: TileMma, operands: ConvOperands) -> None:
+    x, weight, bias, y, _, _, _, dgrad, *_ = operands
+    given = Operands(x, weight, y, bias, None, activation="identity" if dgrad else None)
+    launch(config, given, filters_follow=operands.follows)
+
+
+PLAIN_FORWARD = Kernel("tile_mma", TileMma, _refuse_plain, configs, launch=_launch_plain)
+PLAIN_INPUT_GRAD = replace(PLAIN_FORWARD, refuse=_refuse_plain_grad)

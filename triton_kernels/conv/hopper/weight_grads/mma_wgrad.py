@@ -111,7 +111,7 @@ def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:
         count_boxes(box, n, p, q),
         PRODUCTS=1 if precision == "tf32" else 3, TAPS=r * s, S=s, PAD_H=padding[0],
         PAD_W=padding[1], X_BLOCKS=tile.block_x // BLOCK, STAGES=tile.num_stages,
-        AHEAD=tile.read_ahead, num_warps=4, 
+        AHEAD=tile.read_ahead, num_warps=4,
         maxnreg=thread_registers(tile.programs * _THREADS), **overlapping(x.device),
     )  # fmt: skip
 
