@@ -34,7 +34,7 @@ from .attention import (
 from .attention.launch import ATTENTION_GRAD, CROSS_ATTENTION_GRAD
 from .attention.linear import linear_attention_backward, linear_attention_forward
 from .attention.norm_attention import PROJECTED, projected_attention
-from .conv.conv2d import conv2d_input_grad
+from .conv.conv2d import conv2d_input_grad, conv_down, conv_down_input_grad
 from .conv.conv_norm import CONV_NORM, NextNorm, conv_norm
 from .conv.few import conv_few
 from .conv.fused import conv_forward, conv_input_grad, conv_plain_input_grad
@@ -44,7 +44,6 @@ from .conv.plain.reorder import reorder
 from .conv.plain.split_k_sum import resample_parts, sum_parts
 from .conv.skip_dx import skip_backward, skip_dx
 from .conv.split import CONV_SPLIT, conv_split
-from .conv.stride2 import conv_down, conv_down_input_grad
 from .conv.upsampled import (
     UPSAMPLED,
     UPSAMPLED_GRAD,
