@@ -23,7 +23,6 @@ from ..registry.spec import ConvSpec, dtype_name
 from ..runtime.device import Device, describe
 from .fused import conv_input_grad
 from .hopper import upsampled as gluon_upsampled
-from .hopper.tiles.tile_mma import cut
 from .upsampled_filters import BLOCK_C, UpsampledFilters
 
 # Forward alone it is faster at 16 images, and with fewer not measured. A step makes the filters
@@ -122,7 +121,7 @@ def conv_upsampled(
     _, co, c1 = filters.summed.shape
     assert filters.others.shape == (co, a.shape[3] - c1, 3, 3)
     assert emb is None or (emb.shape == (len(a), co) and emb.stride(1) == 1)
-    return _forward(a, a[:, ::2, ::2], *filters, bias, emb, config)
+    return _forward(a, *filters, bias, emb, config)
 
 
 def conv_of_upsampled(
@@ -134,12 +133,11 @@ def conv_of_upsampled(
 ) -> tuple[Tensor, Tensor]:  # [N, 2 H, 2 W, CO]; float32 [N, K, 2, CO]
     """conv(upsample(x)) + bias, and its partials as those of `conv_upsampled`."""
     assert x.shape[3] == filters.summed.shape[2]
-    return _forward(x, x, filters.summed, None, bias, None, config)
+    return _forward(x, filters.summed, None, bias, None, config)
 
 
 def _forward(
     a: Tensor,  # as in `conv_upsampled`; or x [N, H, W, C1], if nothing else is convolved
-    small: Tensor,  # [N, H, W, .], of which the size matters
     summed: Tensor,
     others: Tensor | None,
     bias: Tensor,
@@ -147,20 +145,16 @@ def _forward(
     config: Tile | None,
 ) -> tuple[Tensor, Tensor]:
     assert a.is_contiguous()
-    n, h, w, _ = small.shape
-    _, co, c1 = summed.shape
+    given = a, summed, others, bias, emb
     if config is None:
 
         def run(tile: Tile) -> Tensor:
-            return _forward(a, small, summed, others, bias, emb, tile)[0]
+            return _forward(*given, tile)[0]
 
+        small, (_, co, c1) = a if others is None else a[:, ::2, ::2], summed.shape
         spec = upsampled_spec(small, c1, a.shape[3] - c1, co)
         config = select(UPSAMPLED, spec, describe(a.device), run).config
-    rows, _ = cut(config.pixels, h, w)
-    y = a.new_empty((n, 2 * h, 2 * w, co))
-    partials = a.new_empty((n, 4 * (h // rows), 2, co), dtype=torch.float32)
-    gluon_upsampled.forward(config.pixels, a, summed, others, bias, emb, y, partials)
-    return y, partials
+    return gluon_upsampled.forward(config.pixels, *given)
 
 
 def conv_upsampled_input_grad(
@@ -202,24 +196,16 @@ def _small_grad(
     config: Tile | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The gradient of the small image, and with a norm the partials of dz1, which it then is."""
-    n, h, w, co = dy.shape
-    c1 = filters.summed.shape[2]
-    assert dy.is_contiguous() and filters.summed.shape[1] == co
-    dz = dy.new_empty((n, h // 2, w // 2, c1))
+    _, co, c1 = filters.summed.shape
+    assert dy.is_contiguous() and dy.shape[3] == co
     if config is None:
 
         def run(tile: Tile) -> Tensor:
             return _small_grad(dy, filters, c2, norm, tile)[0]
 
-        spec = upsampled_spec(dz, c1, c2, co, grad=True)
+        spec = upsampled_spec(dy[:, ::2, ::2], c1, c2, co, grad=True)
         config = select(UPSAMPLED_GRAD, spec, describe(dy.device), run).config
-    rows, _ = cut(config.pixels, h // 2, w // 2)
-    partials = None
-    if norm is not None:
-        partials = dy.new_empty((n, h // 2 // rows, 2, c1), dtype=torch.float32)
-    of_norm = () if norm is None else (*norm, partials)
-    gluon_upsampled.input_grad(config.pixels, dy, filters.summed, dz, *of_norm)
-    return dz, partials
+    return gluon_upsampled.input_grad(config.pixels, dy, filters.summed, norm)
 
 
 # --- sums of both halves --------------------------------------------------------------------------

@@ -21,6 +21,7 @@ another.
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from ...activations import rounded_grad
@@ -73,43 +74,51 @@ def forward(
     others: Tensor | None,  # [CO, K2, 3, 3] in channels_last memory; None: a is [N, H, W, K1]
     bias: Tensor,  # float32 [CO]
     emb: Tensor | None,  # float32 [N, CO], rows any distance apart
-    y: Tensor,  # [N, 2 H, 2 W, CO], to be written
-    partials: Tensor,  # float32 [N, 4 H W / `pixels`, 2, CO], or a row an image; to be written
-) -> None:
-    """y = the convolution + bias + emb, and its sums."""
-    (n, h, w, co), k = y.shape, a.shape[3]
-    k1 = summed.shape[2]
-    rows, images = cut(pixels, h // 2, w // 2)
+) -> tuple[Tensor, Tensor]:
+    """The convolution + bias + emb [N, 2 H, 2 W, CO], and its sums, float32
+    [N, 4 H W / `pixels`, 2, CO], or a row an image."""
+    n, h, w, k = a.shape
+    _, co, k1 = summed.shape
+    if others is not None:
+        h, w = h // 2, w // 2
+    rows, images = cut(pixels, h, w)
+    y = a.new_empty((n, 2 * h, 2 * w, co))
+    partials = a.new_empty((n, 4 * (h // rows), 2, co), dtype=torch.float32)
     boxes = _of_one_kind if others is None else _by_parity
     pair = boxes(a, rows, images), boxes(a, 1, images)
     whole = () if others is None else (*pair, filters_in_boxes(others))
-    channels = k1, k - k1, k1, k
-    result = _by_parity(y, rows, images)
-    shape = n, h // 2, w // 2, co
+    channels, result = (k1, k - k1, k1, k), _by_parity(y, rows, images)
+    shape = n, h, w, co
     _launch(pixels, shape, summed, pair, whole, channels, None, result, bias, emb, partials)
+    return y, partials
 
 
 def input_grad(
     pixels: int,
     dy: Tensor,  # [N, 2 H, 2 W, CO]
     summed: Tensor,  # [16, CO, C], as above
-    dz: Tensor,  # [N, H, W, C], to be written
-    x: Tensor | None = None,  # [N, H, W, C], before it was upsampled; None: no norm
-    table: Tensor | None = None,  # float32 [N, 4, .], whose first C count: mean, rstd, g, b
-    activation: str = "identity",  # of `activations`
-    partials: Tensor | None = None,  # float32 [N, H W / `pixels`, 2, C], or a row an image
-) -> None:
-    """dz, the sums over 2x2 pixels of the input gradient, times the activation's derivative where
-    there is a norm, and the sums of dz and of dz xhat."""
+    # x [N, H, W, C], before it was upsampled; float32 [N, 4, .], whose first C count: mean, rstd,
+    # g, b; and the activation behind it
+    norm: tuple[Tensor, Tensor, str] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """dz [N, H, W, C], the sums over 2x2 pixels of the input gradient. With a norm it is times the
+    activation's derivative, and beside it are the sums of dz and of dz xhat, float32
+    [N, H W / `pixels`, 2, C], or a row an image."""
+    n, h, w, co = dy.shape
+    dz = dy.new_empty((n, h // 2, w // 2, summed.shape[2]))
     rows, images = cut(pixels, *dz.shape[1:3])
     tile = partial(in_rows, rows=rows, images=images)
     pair = _by_parity(dy, rows, images), _by_parity(dy, 1, images)
-    channels = dy.shape[3], 0, 0, dy.shape[3]
-    beside = None if x is None else tile(x)
-    slope = rounded_grad(activation, dy.dtype)
+    x, table, activation = (None, None, "identity") if norm is None else norm
+    beside = partials = None
+    if norm is not None:
+        beside = tile(x)
+        partials = dy.new_empty((n, h // 2 // rows, 2, dz.shape[3]), dtype=torch.float32)
+    channels, slope = (co, 0, 0, co), rounded_grad(activation, dy.dtype)
     _launch(
         pixels, dz.shape, summed, pair, (), channels, beside, tile(dz), table, None, partials, slope
     )
+    return dz, partials
 
 
 def _launch(
