@@ -248,7 +248,7 @@ def torch_step(
 ) -> Step:
     """The step of a provider of PyTorch, such as compile-bf16."""
     kind, _, precision = provider.partition("-")
-    mode, device = _MODES[kind], objective.table.device
+    mode = _MODES[kind]
     set_precision(precision)
     loss_of: nn.Module = DenoisingLoss(model, objective)
     if wrap is not None:
@@ -257,6 +257,17 @@ def torch_step(
         loss_of = torch.compile(
             loss_of, dynamic=False, **({} if mode == "default" else {"mode": mode})
         )
+    return step_of(loss_of, adamw, draw, precision, objective.table.device)
+
+
+def step_of(
+    loss_of: Callable[..., Tensor],  # of what `draw` gives, compiled or not
+    adamw: torch.optim.AdamW,
+    draw: Callable[[], tuple],
+    precision: str,
+    device: torch.device,
+) -> Step:
+    """PyTorch's step of a loss."""
 
     def run(_: int) -> Tensor:
         adamw.zero_grad(set_to_none=True)
