@@ -30,6 +30,7 @@ from tests.plan.random_networks import networks
 from tests.plan.strangers import Embedded, Magnitudes, Mixed, Normed, SumsOfOneVariance
 from triton_kernels import fused_ops
 from triton_kernels.attention.launch import CROSS_ATTENTION_GRAD
+from triton_kernels.reference import fused
 from triton_kernels.registry.chips import chip
 
 BUDGET = 1e-9
@@ -631,3 +632,27 @@ def test_a_norm_upsamples_nothing_that_it_waits_for():
     low = plan(module.bfloat16(), (x.bfloat16(),), trains=True, kernels=kernels)
     assert low.graph.count()["upsample"] == 1
     assert agree(module.double(), (x.double(),)) < BUDGET
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 16, 1)
+        self.both = nn.Conv2d(24, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.both(torch.cat((self.first(x), self.second(x).tanh()), dim=1))
+
+
+def test_halves_of_filters_lie_as_products_read_them(monkeypatch):
+    """Gradients of the halves of a concat read those of the filters, which are not reordered."""
+    network, x = Halves().to(memory_format=torch.channels_last), torch.randn(2, 3, 8, 8)
+    reordered = []
+    monkeypatch.setattr(fused, "reorder", lambda x, out: reordered.append(x.shape) or out.copy_(x))
+    found = []
+    for run in (network, accelerate(network)):
+        network.zero_grad()
+        run(x).square().sum().backward()
+        found.append([parameter.grad for parameter in network.parameters()])
+    torch.testing.assert_close(found[1], found[0])
+    assert not reordered

@@ -87,7 +87,7 @@ def _viewed(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[V
     shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     y = run(node, {**values, node.inputs["x"]: shape})[node.out]
     if y.untyped_storage()._cdata != shape.untyped_storage()._cdata:
-        return {node.out: blank(node.out)}
+        return {node.out: unwritten(y, HOST)}
     start = x.storage_offset() + y.storage_offset()
     return {node.out: x.as_strided(y.shape, y.stride(), start)}
 

@@ -57,8 +57,11 @@ def _cat(run, node, given):
 
 @by_pytorch("slice")
 def _slice(run, node, given):
-    a = node.attrs
-    return given["x"].narrow(a["axis"], a["start"], a["stop"] - a["start"]).contiguous()
+    a, x = node.attrs, given["x"]
+    part = x.narrow(a["axis"], a["start"], a["stop"] - a["start"])
+    if x.ndim == 4 and not x.is_contiguous():  # filters: kernels read them in channels_last memory
+        return part.contiguous(memory_format=torch.channels_last)
+    return part.contiguous()
 
 
 @by_pytorch("act_grad")
