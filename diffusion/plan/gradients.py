@@ -7,6 +7,7 @@ sends each input its gradient, which is made if anybody wants it.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from triton_kernels.resample.fir import adjoint
 
@@ -121,9 +122,12 @@ def _pass_of_rows(d, node, table, dy):
         return
     (n, _, c), (dz, partials) = table.out.shape, _norm_act_grad(d, node, dy)
 
+    @cache
+    def sums() -> Value:
+        return d.make("sum", {"x": partials}, partials, (n, 2, c), axes=(1,))
+
     def row(of: Value, at: int) -> Value:
-        sums = d.make("sum", {"x": partials}, partials, (n, 2, c), axes=(1,))
-        return d.make("slice", {"x": sums}, of, axis=1, start=at, stop=at + 1)
+        return d.make("slice", {"x": sums()}, of, axis=1, start=at, stop=at + 1)
 
     d.send(gain, lambda: row(gain, 1))
     d.send(offset, lambda: row(offset, 0))
