@@ -682,6 +682,13 @@ def _table_of_a_shape(net, y, given):
     return y * net.kept["all"][0]
 
 
+def _moved_table(net, y, given):
+    """With numbers before the first call, of which a part is taken at once, as of rotary embeddings
+    that are moved to where the image is."""
+    net.angles = net.angles.to(y.device)
+    return y * net.angles[: y.shape[-1]].cos().view(1, 1, 1, -1)
+
+
 def _counts_layers(net, y, given):
     """Each call from the beginning, in a dict that parts share, with what each has made."""
     net.layer.kept = net.kept
@@ -694,12 +701,14 @@ def _counts_layers(net, y, given):
 
 
 FORGOTTEN = [_counts, _shows, _table, _table_in_a_buffer, _table_of_a_shape, _counts_layers]
+FORGOTTEN += [_moved_table]
 
 
 @pytest.mark.parametrize("function", FORGOTTEN)
 def test_what_no_call_would_read_is_forgotten(function):
     net, x = Does(function), torch.randn(1, 3, 4, 4)
     net.calls, net.last, net.kept = 0, None, {"all": []}
+    net.angles = torch.arange(9.0)
     fast, other = accelerate(net), copy.deepcopy(net)
     for given in (x, x[..., :3], x):
         torch.testing.assert_close(fast(given, None), other(given, None))

@@ -16,13 +16,13 @@ from ..graph import PlanError
 from ..trees import holds_tensors, leaves, tensors_in
 from .draws import draws
 from .recording import Recording
-from .state import Change, Left, Place, tensors_left
+from .state import Change, Place, tensors_left
 
 
 def refuse_kept(
     found: Recording,
     read: Mapping[tuple[int, str], nn.Module | None],
-    again: Callable[[Left], Recording],
+    again: Callable[[Recording], Recording],
 ) -> None:
     """PlanError, with the places, unless what is left is harmless. It is if a forward pass that
     begins with it, as `again` records it, makes the same results in the same way, where a table
@@ -38,7 +38,7 @@ def refuse_kept(
     changed = {x.place for x in left}
     other = None
     with suppress(Exception):  # such as of a table's numbers, on which something depends
-        other = again(found.left)
+        other = again(found)
     if other is None:
         used = set().union(*(_ids(x.value) for x in left))
     else:

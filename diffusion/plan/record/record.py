@@ -34,7 +34,7 @@ from .module import (
 from .notes import Notes, Shapes
 from .own_functions import noted_by
 from .recording import Recording
-from .state import Left, State
+from .state import State
 from .without_gpu import as_with_gpu, tensor_there
 
 
@@ -43,12 +43,12 @@ def record(
     args: tuple,
     kwargs: dict[str, Any],
     forward: Callable | None = None,
-    left: Left | None = None,
+    earlier: Recording | None = None,
 ) -> Recording:
     """What module(*args, **kwargs) calls, or a function of the module in its place. Tensors of the
     recording are on the `meta` device; under autocast, also of the module's own, they say that they
     are on that of the arguments, on which its casts depend. What the module keeps of the call
-    (`state`) is forgotten; it begins with what another recording has `left`.
+    (`state`) is forgotten; it begins with what an `earlier` one has left.
 
     PlanError: the forward pass writes to a parameter or an argument, depends on numbers
     that are not known before, asks which tensors have gradients, or has gradients of its own: of
@@ -58,14 +58,14 @@ def record(
     """
     # a module that is compiled may be planned in its first call
     run = _uncompiled if "torch._dynamo" in sys.modules else _record
-    call = module, args, kwargs, forward or module, left or {}
-    by_device, before = casts(), states()
+    call = module, args, kwargs, forward or module, earlier
+    by_device, drawn = casts(), states()
     try:
         found = run(*call, by_device)
     except ByDevice:
         by_device = True
         found = run(*call, by_device)
-    if states() != before:  # this thread may have drawn, or another
+    if states() != drawn:  # this thread may have drawn, or another
         found = run(*call, by_device, draws=False)
     refuse_shown(found)
     return found
@@ -83,7 +83,7 @@ def _record(
     args: tuple,
     kwargs: dict[str, Any],
     forward: Callable,
-    left: Left,
+    earlier: Recording | None,
     by_device: bool,
     draws: bool = True,  # may generators of the host be asked; False: PlanError
 ) -> Recording:
@@ -108,8 +108,11 @@ def _record(
         found = Recording(inputs, *states, differentiable)
         refuse_silent_hooks(module, found.calls)
         notes, places = Notes(module, found, shapes), places_of(module)
-        if left:
-            found.last, state = state.begin(left, shapes.of), State(module)
+        if earlier is not None:
+            # its tables have numbers here as well, of which some calls are made at once
+            numbers = {id(twin): x for twin, x in earlier.constants}
+            found.last = state.begin(earlier.left, lambda x: numbers.get(id(x), shapes.of(x)))
+            state = State(module)
         made, result_spec = [], None
 
         def run(given: dict[int, Tensor], states: dict[str, Tensor]) -> dict[int, Tensor]:
