@@ -930,6 +930,17 @@ def test_a_part_of_what_it_has_computed_is_refused():
         accelerate(Does(keep))(torch.ones(1, 3, 4, 4), None)
 
 
+def test_parametrizations_are_not_taken_from_a_cache():
+    """In which the module itself has left their weights, which others would be given later."""
+    module = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
+    fast, x = accelerate(module.requires_grad_(False)), torch.randn(1, 3, 4, 4)
+    with nn.utils.parametrize.cached():
+        torch.testing.assert_close(fast(x), module(x))
+        torch.testing.assert_close(fast(torch.cat([x, x]))[:1], module(x))
+    module.parametrizations.weight.original0.mul_(2)
+    torch.testing.assert_close(fast(x), module(x))
+
+
 def test_a_module_without_shapes_is_refused_until_it_is_called():
     net, x = nn.Sequential(nn.LazyConv2d(4, 1), nn.SiLU()), torch.randn(2, 3, 4, 4)
     fast = accelerate(net)

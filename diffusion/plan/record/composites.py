@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 from torch.nn.modules import transformer
+from torch.nn.utils import parametrize
 
 INSTEAD: dict[Callable, Callable] = {}
 
@@ -61,6 +62,16 @@ def without_hints() -> Iterator[None]:
         yield
     finally:
         transformer._detect_is_causal_mask = asked
+
+
+@contextmanager
+def parametrized_anew() -> Iterator[None]:
+    """Within the block no weight is one that a call before has left in `parametrize.cached()`."""
+    enabled, parametrize._cache_enabled = parametrize._cache_enabled, 0
+    try:
+        yield
+    finally:
+        parametrize._cache_enabled = enabled
 
 
 @instead_of(F.batch_norm, named=True)

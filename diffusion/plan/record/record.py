@@ -20,7 +20,7 @@ from triton_kernels.runtime.device import is_rehearsal
 
 from ..graph import PlanError
 from ..trees import flatten
-from .composites import without_hints
+from .composites import parametrized_anew, without_hints
 from .draws import refused, states
 from .functions import ByDevice, Functions, casts
 from .kept import refuse_shown
@@ -127,6 +127,7 @@ def _record(
                 Functions(notes) as functions,
                 noted_by(functions.own),
                 without_hints(),
+                parametrized_anew(),
                 nullcontext() if draws else refused(notes.lines.of),
             ):
                 result = forward(*args, **kwargs)
