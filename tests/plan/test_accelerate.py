@@ -414,6 +414,26 @@ def test_attention_that_drops(weights):
     assert made.graph.count()["dropout"] == 2  # and its gradient
 
 
+def test_a_forward_by_vmap():
+    """With layers that are one op elsewhere; also under autocast, where a cast was a constant."""
+
+    def each(y):
+        return F.linear(F.scaled_dot_product_attention(y, y, y) @ y, y[0])
+
+    torch.manual_seed(0)
+    module = Of(lambda y, t: torch.vmap(each)(y)).double()
+    x, fast = torch.randn(2, 3, 4, 4).double(), accelerate(copy.deepcopy(module))
+    for net in (module, fast):
+        net(x, None).square().sum().backward()
+    torch.testing.assert_close(fast(x, None), module(x, None))
+    for p, q in zip(fast.parameters(), module.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    beside = nn.Linear(4, 4).requires_grad_(False)
+    module = Of(lambda y, t: torch.vmap(beside)(y))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert accelerate(module)(x.float(), None).dtype is module(x.float(), None).dtype
+
+
 def test_refusals_say_why():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(2), nn.LSTM(36, 4))
     with pytest.raises(PlanError, match="lstm"):
@@ -428,6 +448,12 @@ def test_refusals_say_why():
         accelerate(Of(lambda y, t: y))(x, np.ones(3))
     with pytest.raises(PlanError, match="torch.func cannot transform a plan"):
         torch.func.jvp(fast, (x,), (x,))
+    for gradient in (
+        lambda y, t: torch.func.grad(lambda x: x.sin().sum())(y),
+        lambda y, t: torch.func.jvp(torch.sin, (y,), (y,))[1],
+    ):
+        with pytest.raises(PlanError, match="a gradient by torch.func, which the forward takes"):
+            accelerate(Of(gradient))(x, None)
     for enabled in (True, False):  # dual tensors have tangents under `no_grad`, too
         with torch.set_grad_enabled(enabled), forward_ad.dual_level():
             with pytest.raises(PlanError, match="no forward-mode gradients"):

@@ -39,6 +39,7 @@ _WHOLE = {
 }
 _READS = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_TRANSFORMS = torch._C._functorch.TransformType
 _INSTEAD = {Tensor.data.__get__: Tensor.detach}  # the former calls no op
 _KINDS = "cpu cuda ipu maia meta mps mtia vulkan xla xpu".split()
 _PLACES = {  # what asks where a tensor is
@@ -64,6 +65,11 @@ class ByDevice(Exception):
 def _functional(x: Tensor) -> Tensor:
     level = torch._C._functorch.peek_interpreter_stack().level()
     return torch._C._functorch._wrap_functional_tensor(x, level)
+
+
+def _transform() -> torch._C._functorch.TransformType:
+    """The transform of torch.func that a call is within: the recording's, or one of the module."""
+    return torch._C._functorch.peek_interpreter_stack().key()
 
 
 def casts() -> bool:
@@ -118,7 +124,8 @@ class Functions(TorchFunctionMode):
                     result = INSTEAD[function](*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            target = None if notes.within else _WHOLE.get(function)
+            apart = notes.within or _transform() != _TRANSFORMS.Functionalize  # as by vmap
+            target = None if apart else _WHOLE.get(function)
             arguments = target and self._arguments(target, args, kwargs)
             if not arguments:
                 if function in (Tensor.__getitem__, Tensor.__setitem__):
@@ -220,6 +227,9 @@ class Functions(TorchFunctionMode):
     def _refuse(self, function: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """What a recording does not see: which tensors have gradients, and one that keeps its
         gradient while its numbers are written to."""
+        if _transform() in (_TRANSFORMS.Grad, _TRANSFORMS.Jvp):
+            why = "a gradient by torch.func, which the forward takes,"
+            raise self._refused(why, "take gradients of its results")
         if function in _READS:
             why = f"{function.__self__.__name__} of a tensor, which the forward reads,"
             raise self._refused(why, "let an argument decide")
