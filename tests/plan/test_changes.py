@@ -266,7 +266,8 @@ def test_what_the_forward_leaves_in_a_file_needs_no_other_plan(monkeypatch):
 
 
 def test_what_a_forward_asks_of_pytorch_counts():
-    """Whether gradients are recorded, also where nothing has one; and hooks of every module."""
+    """Whether gradients are recorded, also where nothing has one; hooks of every module; and the
+    type of new tensors."""
     module = Does(lambda net, y, given: y * (2 if torch.is_grad_enabled() else 1))
     fast, x = accelerate(module.requires_grad_(False)), torch.randn(1, 3, 4, 4)
     torch.testing.assert_close(fast(x, None), module(x, None))
@@ -278,6 +279,27 @@ def test_what_a_forward_asks_of_pytorch_counts():
         torch.testing.assert_close(fast(x, None), module(x, None))
     finally:
         handle.remove()
+    module = Does(lambda net, y, given: y * torch.ones(1))
+    fast = accelerate(module)
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            assert fast(x, None).dtype is module(x, None).dtype is dtype
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_tf32_as_newer_pytorch_is_told():
+    """Whose older flags cannot be asked then."""
+    matmul, x = torch.backends.cuda.matmul, torch.randn(1, 3, 4, 4)
+    fast, before = accelerate(Does(lambda net, y, given: y)), matmul.allow_tf32
+    plan = fast.plan_of((x, None), {})[0]
+    try:
+        matmul.fp32_precision = "ieee" if before else "tf32"
+        assert fast.plan_of((x, None), {})[0] is not plan
+    finally:
+        matmul.allow_tf32 = before
+    assert fast.plan_of((x, None), {})[0] is plan
 
 
 @pytest.mark.parametrize(

@@ -193,15 +193,17 @@ class Calls:
         states = self._states.kind(gradients)
         # what a forward pass may ask, and hooks of every module
         hooks = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
-        beside = gradients, *(tuple(hook.values()) for hook in hooks)
+        beside = gradients, torch.get_default_dtype(), *(tuple(hook.values()) for hook in hooks)
         return described, str(spec), states, tuple(autocasts()), self._tf32(), beside
 
     def _tf32(self) -> tuple[bool, bool]:
         """Whether convolutions, and other products, may be in TF32: as PyTorch has been told, and
         the framework's layers."""
         ours = [m.backend.allow_tf32 for m in self._states.parts if isinstance(m, Layer)]
-        flags = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-        return (all(ours), all(ours)) if ours else flags
+        # `allow_tf32` raises where somebody has set these
+        flags = torch.backends.cudnn.conv, torch.backends.cuda.matmul
+        convs, others = (flag.fp32_precision == "tf32" for flag in flags)
+        return (all(ours), all(ours)) if ours else (convs, others)
 
 
 def _device(module: nn.Module, call: tuple) -> torch.device:
