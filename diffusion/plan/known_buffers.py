@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .execute import run
 from .graph import Graph, Value, made_of, nodes_for
+from .trees import version_of
 
 _MOST = 64  # numbers
 
@@ -18,8 +19,8 @@ class KnownBuffers:
 
     def __init__(self, buffers: Mapping[str, Tensor]) -> None:
         self._there = {k: x for k, x in buffers.items() if 0 < x.numel() <= _MOST and not x.is_meta}
-        # what has been read: the tensor, how often it had been written to, and its numbers
-        self._read: dict[str, tuple[Tensor, int, Tensor]] = {}
+        # what has been read: the tensor, its version, and its numbers
+        self._read: dict[str, tuple[Tensor, tuple, Tensor]] = {}
 
     def numbers(self, graph: Graph, value: Value) -> Tensor | None:
         """What a value is, on the CPU; None: it is not made of constants and of these buffers
@@ -38,21 +39,17 @@ class KnownBuffers:
     def _of(self, name: str) -> Tensor:
         if name not in self._read:
             x = self._there[name]
-            self._read[name] = x, _writes(x), x.detach().cpu().clone()
+            self._read[name] = x, version_of(x), x.detach().cpu().clone()
         return self._read[name][2]
 
     def hold(self, states: Mapping[str, Tensor]) -> bool:
         """Whether those that were read have the same numbers, looked at where somebody has written
         to them."""
-        for name, (x, writes, numbers) in self._read.items():
+        for name, (x, version, numbers) in self._read.items():
             now = states[name]
-            if now is x and _writes(x) == writes:
+            if now is x and version_of(x) == version:
                 continue
             if not torch.equal(now.detach().cpu(), numbers):
                 return False
-            self._read[name] = now, _writes(now), numbers
+            self._read[name] = now, version_of(now), numbers
         return True
-
-
-def _writes(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version

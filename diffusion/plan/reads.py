@@ -9,18 +9,23 @@ not among them: a call reads them anew.
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from contextlib import contextmanager
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from contextvars import ContextVar
+from dataclasses import is_dataclass
+from functools import partial
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .record.contents import LARGE, contents, hidden_in
+from .record.files import is_theirs
 from .record.recording import Recording
-from .record.variables import variables_of
-from .trees import state_of
+from .record.variables import names_in, variables_of
+from .trees import state_of, version_of
 
 _NOTHING = object()  # where no instance has the name: a method of the class, for example
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
@@ -62,18 +67,26 @@ def reads_of() -> Iterator[Names]:
 class Reads:
     """What was read, as it is now."""
 
-    def __init__(self, names: Names, recording: Recording | None = None) -> None:
+    def __init__(
+        self,
+        names: Names,
+        recording: Recording | None = None,
+        module: nn.Module | None = None,  # whose states a call reads anew
+    ) -> None:
         self.empty: list[tuple[Mapping, str, type]] = []  # such as the hooks of most parts
         self.equal: list[tuple[Mapping, str, Any]] = []
         self.inner: list[tuple[Mapping, str, Any]] = []  # with what is in it
         self.kinds = {id(part): (part, type(part)) for part in names.values() if part is not None}
         self.missing: list[tuple[nn.Module, str]] = []  # which a default has stood for
         of_classes: dict[tuple[type, str], Mapping] = {}  # what instances do not have
-        values = []
+        values, own = [], {*module.modules()} if module is not None else set()
         for (_, name), part in names.items():
-            if part is None or name in part._parameters or name in part._buffers:
+            if part is None:
                 continue
-            at = part._modules if name in part._modules else vars(part)
+            states = (part._parameters, part._buffers, part._modules)
+            at = next((at for at in states if name in at), vars(part))
+            if at in states[:2] and (module is None or part in own):
+                continue
             self._note(at, name)
             values.append(at.get(name))
             if name not in at and (kind := _class_with(part, name)):
@@ -85,12 +98,45 @@ class Reads:
             self._note(at, name)
         values += (at[name] for (_, name), at in of_classes.items())
         for at, name, whole in _variables_of(recording, values) if recording else ():
-            if whole:
-                self._note(at, name)
-            else:
+            values.append(at.get(name))
+            if not whole:
                 self.equal.append((at, name, at.get(name)))
+            elif _is_plain(at.get(name)):
+                self._note(at, name)
+        if recording:
+            self._note_around(values, names_in(recording.code), recording.left.keys())
         shared: dict[tuple[int, int], Any] = {}
         self.inner = [(at, name, _frozen(x, shared)) for at, name, x in self.inner]
+
+    def _note_around(self, rest: list[Any], named: set[str], left: KeysView) -> None:
+        """What objects have of their classes, and what the object of a method has, if the code
+        names it."""
+        seen: dict[int, Any] = {}
+        while rest:
+            x = rest.pop()
+            if id(x) in seen or isinstance(x, (*_SIMPLE, Tensor, nn.Module, ModuleType)):
+                continue
+            seen[id(x)] = x
+            if type(x) in (list, tuple, set, dict):  # others may refuse to be looked into
+                rest += (x.values() if type(x) is dict else x) if len(x) <= LARGE else ()
+                continue
+            of = x.__self__ if isinstance(x, MethodType) else x
+            kinds = of.__mro__ if isinstance(of, type) else type(of).__mro__
+            ours = [kind for kind in kinds if is_theirs(kind.__module__)]
+            if isinstance(x, partial | ContextVar) or _is_record(x):
+                rest += _state(x).values()
+            if nn.Module in kinds or not ours:
+                continue
+            owners = {id(kind): vars(kind) for kind in ours}
+            if of is not x and hasattr(of, "__dict__") and not isinstance(of, type):
+                owners[id(vars(of))] = vars(of)
+            asked = named.intersection(chain.from_iterable(owners.values()))
+            for owner, at in owners.items():
+                for name in asked:
+                    if left.isdisjoint([(owner, name), (owner, None)]):
+                        self._note(at, name)
+                        rest.append(at.get(name))
+            rest += (y for name, y in _state(of).items() if name in named)
 
     def _note(self, at: Mapping, name: str) -> None:
         x = at.get(name, _NOTHING)
@@ -122,12 +168,11 @@ class Reads:
 
 
 def _variables_of(recording: Recording, values: list[Any]) -> Iterator[tuple[Mapping, str, bool]]:
-    """Those of numbers and the like that the forward pass does not change itself (`kept`); values
-    may be functions."""
+    """Those that the forward pass does not change itself (`kept`); values may be functions."""
     for at, name, whole in variables_of(recording.code, values):
         x, cell = at.get(name), dict.get(at, name) if isinstance(at, dict) else None
         changed = {(id(at), name), (id(x), None), (id(cell), None)}
-        if changed.isdisjoint(recording.left) and (_is_plain(x) or not whole):
+        if changed.isdisjoint(recording.left):
             yield at, name, whole
 
 
@@ -136,13 +181,13 @@ def _is_plain(x: Any, depth: int = 3) -> bool:
     a configuration."""
     if isinstance(x, ModuleType | nn.Module):
         return False
-    if _is_fixed(x) or isinstance(x, Tensor):
+    if _is_fixed(x) or isinstance(x, Tensor | ContextVar):
         return True
     if isinstance(x, dict):  # but none that imports what is asked of it
         inner = x.values() if type(x).values is dict.values else [x]
     elif isinstance(x, list | tuple | set):
         inner = x
-    elif not (inner := state_of(x).values()):
+    elif not (inner := _state(x).values()):
         return False
     return depth > 0 and len(inner) <= LARGE and all(_is_plain(y, depth - 1) for y in inner)
 
@@ -178,16 +223,29 @@ def _are_fixed(x: Any) -> bool:
     return isinstance(x, dict) and all(map(_is_fixed, x.values()))
 
 
+def _is_record(x: Any) -> bool:
+    """Whether it is for what is in it, as one of a configuration's parts is, at any depth."""
+    kind = type(x)
+    return issubclass(kind, SimpleNamespace) or kind.__module__ == "argparse" or is_dataclass(kind)
+
+
+def _state(x: Any) -> dict[str, Any]:
+    """What is in an object, also in those of Python's that keep it in no attribute."""
+    if isinstance(x, partial):
+        return {"func": x.func, "args": x.args, "keywords": x.keywords}
+    return {"value": x.get(None)} if isinstance(x, ContextVar) else state_of(x)
+
+
 def _frozen(
     x: Any, shared: dict[tuple[int, int], Any], depth: int = 3, inside: tuple[int, ...] = ()
 ) -> Any:
     """A copy that is compared with what is there later: of objects within objects to this depth, of
-    lists, sets and dicts to any, but within themselves. `shared` has objects that several have,
-    such as einops' patterns, which are copied once."""
+    lists, sets, dicts and records to any, but within themselves. `shared` has objects that several
+    have, such as einops' patterns, which are copied once."""
     if isinstance(x, _SIMPLE):
         return type(x), x
     if isinstance(x, Tensor):
-        return _Same(x), 0 if x.is_inference() else x._version
+        return _Same(x), version_of(x)
     if id(x) in inside:
         return _Same(x)
     if hidden_in(type(x)):  # such as an array's elements
@@ -198,10 +256,11 @@ def _frozen(
     if isinstance(x, dict):
         items = ((_frozen(k, shared, 0), _frozen(y, shared, depth, inside)) for k, y in x.items())
         return type(x), [*items]
-    if not depth or _is_fixed(x):
+    depth -= not _is_record(x)
+    if depth < 0 or _is_fixed(x):
         return _Same(x)
     if (id(x), depth) not in shared:
-        state = state_of(x)  # such as a configuration's
-        found = _Same(x), _frozen(state, shared, depth - 1, inside)
+        state = _state(x)  # such as a configuration's
+        found = _Same(x), _frozen(state, shared, depth, inside)
         shared[id(x), depth] = found if state else found[0]
     return shared[id(x), depth]

@@ -80,7 +80,8 @@ def trace(
         again = partial(record, module, args, kwargs or {}, forward)
         refuse_kept(recording, dict(names), again)
     buffers = {k: x for k, x in module.named_buffers() if k not in recording.written}
-    traced = _Tracer(recording, KnownBuffers(buffers)).run(Reads(names, recording))
+    reads = Reads(names, recording, module)
+    traced = _Tracer(recording, KnownBuffers(buffers)).run(reads)
     trained = {name for name, p in module.named_parameters() if p.requires_grad}
     traced.graph.trainable &= trained
     return traced

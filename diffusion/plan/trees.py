@@ -100,3 +100,10 @@ def slots_of(x: Any) -> dict[str, Any]:
     slots = [getattr(kind, "__slots__", ()) for kind in type(x).__mro__]
     names = [n for given in slots for n in ((given,) if isinstance(given, str) else given)]
     return {n: getattr(x, n) for n in names if not n.startswith("__") and hasattr(x, n)}
+
+
+def version_of(x: Tensor) -> tuple[int, int]:
+    """Another where somebody has written to it, or has set its `data`; not what is written through
+    `data`, which PyTorch does not count."""
+    place = x.data_ptr() if x.layout is torch.strided else 0
+    return place, 0 if x.is_inference() else x._version

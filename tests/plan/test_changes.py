@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 from collections import OrderedDict, deque
+from contextvars import ContextVar
 from types import MethodType, SimpleNamespace
 
 import numpy as np
@@ -50,7 +51,10 @@ class Net(nn.Module):
         self.act, self.drop, self.out = nn.SiLU(), nn.Dropout(0.5), nn.Conv2d(4, 3, 1)
         self.register_buffer("mean", torch.zeros(3, 1, 1, dtype=torch.float64))
         self.gain, self.sizes, self.given = 1.0, [2, 2], {"alpha": 1.0}
-        self.config, self.scaled = SimpleNamespace(shift=0.0), Scaled()
+        inner = SimpleNamespace(of=SimpleNamespace(of=SimpleNamespace(of=[1.0])))
+        self.config, self.scaled = SimpleNamespace(shift=0.0, of=inner), Scaled()
+        self.method, self.times = Scaled().__call__, functools.partial(torch.mul, other=1.0)
+        self.beside = (nn.PReLU(init=1.0).double().requires_grad_(False),)  # which is no part
         self.table, self.step = torch.ones(3, 1, 1, dtype=torch.float64), 0
         self.rows, self.array = deque([1.0]), np.ones(2)
 
@@ -59,6 +63,7 @@ class Net(nn.Module):
         y = y + F.avg_pool2d(y, self.sizes).amax((2, 3), keepdim=True)
         y = self.out(y) * self.gain * self.given["alpha"] + self.config.shift
         y = y * self.deep[0][0]["of"][1][0][0] + self.slotted.add
+        y = self.beside[0](self.times(self.method(y))) * self.config.of.of.of.of[0]
         return self.scaled(y) * self.table * self.rows[-1] * self.array.tolist()[0]
 
 
@@ -88,6 +93,16 @@ CHANGES = {
     "in an array": lambda net: net.array.__imul__(2),
     "in a configuration": lambda net: setattr(net.config, "shift", 1.0),
     "deep in a list": lambda net: net.deep[0][0]["of"].__setitem__(1, [[2.0]]),
+    "deep in a configuration": lambda net: net.config.of.of.of.of.__setitem__(0, 2.0),
+    "in a method's object": lambda net: setattr(net.method.__self__, "scale", 0.5),
+    "in a partial function": lambda net: net.times.keywords.update(other=2.0),
+    "another parameter of no part": lambda net: setattr(
+        net.beside[0], "weight", nn.Parameter(net.beside[0].weight * 2, requires_grad=False)
+    ),
+    "the data of a parameter of no part": lambda net: setattr(
+        net.beside[0].weight, "data", net.beside[0].weight * 2
+    ),
+    "the data of a tensor": lambda net: setattr(net.table, "data", net.table * 2),
     "in slots": lambda net: setattr(net.slotted, "add", 1.0),
     "in an object that is called": lambda net: setattr(net.scaled, "scale", 0.5),
     "a tensor that is no buffer": lambda net: net.table.mul_(2),
@@ -127,6 +142,8 @@ OF_CLASSES = {
     "a number": lambda net: setattr(type(net), "gain", 3.0),
     "a method": lambda net: setattr(type(net), "forward", lambda self, x: self.conv(x) + 1),
     "the class of a layer": lambda net: setattr(net.conv, "__class__", Doubled),
+    "of an object": lambda net: setattr(type(net.config), "shift", 1.0),
+    "a method's": lambda net: setattr(type(net.config), "slope", 2.0),
     "a layer that is no part": lambda net: setattr(net.beside[0], "negative_slope", 0.5),
 }
 
@@ -135,15 +152,23 @@ OF_CLASSES = {
 def test_what_changes_in_classes_counts(what):
     """As tools do that put their own methods into another's network."""
 
+    class Config:
+        shift, slope = 0.0, 1.0
+
+        @classmethod
+        def times(cls, x):
+            return x * cls.slope
+
     class Small(nn.Module):
         gain = 2.0
 
         def __init__(self):
             super().__init__()
             self.conv, self.beside = nn.Conv2d(3, 4, 1), [nn.LeakyReLU(0.1)]
+            self.config, self.times = Config(), Config.times
 
         def forward(self, x):
-            return self.beside[0](self.conv(x)) * self.gain
+            return self.times(self.beside[0](self.conv(x)) * self.gain) + self.config.shift
 
     module, x = Small(), torch.randn(2, 3, 4, 4)
     fast = accelerate(module)
@@ -155,9 +180,14 @@ def test_what_changes_in_classes_counts(what):
 
 GAIN, OPTIONS, CONFIG, TABLE = 2.0, {"gain": [2.0]}, SimpleNamespace(gain=2.0), torch.ones(3, 1, 1)
 
+CONTEXT = ContextVar("context", default=2.0)
+
 
 class Settings:
     gain = 2.0
+
+
+SETTINGS = Settings()
 
 
 def _gain():
@@ -176,6 +206,11 @@ OF_FILES = {
         lambda file: file.update(CONFIG=SimpleNamespace(gain=3.0)),
     ),
     "in a class": (lambda y: y * Settings.gain, lambda file: setattr(Settings, "gain", 3.0)),
+    "in the class of an object": (
+        lambda y: y * SETTINGS.gain,
+        lambda file: setattr(Settings, "gain", 3.0),
+    ),
+    "in a context": (lambda y: y * CONTEXT.get(), lambda file: CONTEXT.set(3.0)),
     "in another file": (lambda y: y * np.gain, lambda file: setattr(np, "gain", 3.0)),
     "a tensor": (lambda y: y * TABLE, lambda file: file.update(TABLE=TABLE * 2)),
     "in a tensor": (lambda y: y * TABLE, lambda file: TABLE.mul_(2)),

@@ -55,6 +55,15 @@ def test_other_numbers_have_another_plan(nets, number):
     assert len(plans(fast)) == 2
 
 
+def test_other_data_has_another_plan(nets):
+    """Which PyTorch does not count as written to."""
+    module, fast, x = nets
+    fast(x)
+    for net in (module, fast.module):
+        net.resample.data = torch.arange(4.0).view(1, 1, 2, 2)
+    torch.testing.assert_close(fast(x), module(x))
+
+
 def test_the_same_numbers_have_the_same_plan(nets):
     module, fast, x = nets
     fast(x)

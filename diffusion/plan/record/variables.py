@@ -87,3 +87,13 @@ def _names(text: CodeType) -> frozenset[tuple[str, str | None]]:
             found.add((step.argval, after.argval if asked else None))
     inner = (_names(x) for x in text.co_consts if isinstance(x, CodeType))
     return frozenset(found.union(*inner))
+
+
+def names_in(code: Iterable[CodeType]) -> set[str]:
+    """All that this code names, such as attributes."""
+    found, rest = set(), [*code]
+    while rest:
+        text = rest.pop()
+        found.update(text.co_names)
+        rest += (x for x in text.co_consts if isinstance(x, CodeType))
+    return found
