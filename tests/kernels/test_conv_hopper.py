@@ -5,7 +5,7 @@ import torch
 
 from triton_kernels.conv import fused as conv_fused
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
-from triton_kernels.conv.hopper.stationary import row_mma
+from triton_kernels.conv.hopper.stationary import stationary_weights
 from triton_kernels.conv.hopper.weight_grads import row_wgrad
 from triton_kernels.conv.weight_grad import weight_grad_spec
 from triton_kernels.hopper.descriptors import SUPPORTED
@@ -34,8 +34,8 @@ gpu = [
     pytest.mark.skipif(not ON_HOPPER, reason="no Hopper GPU"),
     pytest.mark.skipif(not SUPPORTED, reason="another version of Triton"),
 ]
-STATIONARY = row_mma.STATIONARY_TILE  # of convolutions of 64 channels
-STATIONARY_OF_4 = row_mma.STATIONARY_TILE_OF_4
+STATIONARY = stationary_weights.TILE  # of convolutions of 64 channels
+STATIONARY_OF_4 = stationary_weights.TILE_OF_4
 WGRAD_CONFIG = row_wgrad.TILE
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -189,7 +189,7 @@ def spec_of(shape: Shape, dtype, grad: bool = False, **terms) -> ConvSpec:
 
 def rows_of(op: Op, spec: ConvSpec, gpu: Device = HOPPER) -> list[tuple]:
     """The configurations that keep filters."""
-    return [c for _, c in listed(op, spec, gpu) if isinstance(c, row_mma.StationaryWeights)]
+    return [c for _, c in listed(op, spec, gpu) if c.kernel == "stationary_weights"]
 
 
 def test_filters_stay_where_there_are_few():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from triton_kernels.conv.fused import FORWARD
-from triton_kernels.conv.hopper import narrow
+from triton_kernels.conv.hopper import narrow_output
 from triton_kernels.conv.hopper.weight_grads import row_wgrad
 from triton_kernels.conv.weight_grad import conv_weight_grad, weight_grad_spec
 from triton_kernels.registry.choose import listed
@@ -25,7 +25,7 @@ from .conv_fused_cases import (
 )
 from .test_conv_hopper import gpu, repeatedly, spec_of
 
-OUT = narrow.OUT_TILE
+OUT = narrow_output.OUT_TILE
 WGRAD = row_wgrad.NARROW_TILE
 # One tile, half a tile at the end of an image, fewer tiles than programs and many more, all of the
 # 16 channels and some.
@@ -112,7 +112,7 @@ class TestGpu:
 
     def test_what_applies(self, device):
         for shape in OUT_SHAPES.values():
-            assert applying(shape, torch.bfloat16, device) == [narrow.OUT_TILE]
+            assert applying(shape, torch.bfloat16, device) == [narrow_output.OUT_TILE]
         for shape in (
             Shape(1, 64, 16, 64, 3),
             Shape(1, 64, 64, 192, 3),
@@ -127,14 +127,14 @@ class TestGpu:
 def applying(shape: Shape, dtype, device) -> list[tuple]:
     """The tiles that apply."""
     spec = dataclasses.replace(spec_of(shape, dtype), c=-(-shape.co // 16) * 16)
-    return [c for _, c in listed(FORWARD, spec, HOPPER) if isinstance(c, narrow.NarrowOutput)]
+    return [c for _, c in listed(FORWARD, spec, HOPPER) if c.kernel == "narrow_output"]
 
 
-@pytest.mark.parametrize(("width", "channels"), narrow._ROWS)
+@pytest.mark.parametrize(("width", "channels"), narrow_output._ROWS)
 def test_rings_fit(width, channels):
     """Two pairs of rows are read while another is written."""
-    pairs = narrow.pairs(width, channels, SHARED_LIMIT[90])
+    pairs = narrow_output.pairs(width, channels, SHARED_LIMIT[90])
     pixels = channels // 64 * (2 * pairs * (width + 8) + 8 + 9 * 16)
     used = pixels * 128 + 2 * 64 * 16 * 2 + 256
     assert pairs >= 3
-    assert narrow.programs(width, channels) * (used + 1024) <= SHARED_LIMIT[90] + 1024
+    assert narrow_output.programs(width, channels) * (used + 1024) <= SHARED_LIMIT[90] + 1024

@@ -4,7 +4,9 @@ import json
 
 from tests.end_to_end.run import run
 from triton_kernels.attention.kernels import attention_bwd_delta_kernel
-from triton_kernels.conv.hopper.stationary.stationary_weights import conv_stationary_weights_kernel
+from triton_kernels.conv.hopper.stationary.stationary_weights_kernel import (
+    conv_stationary_weights_kernel,
+)
 from triton_kernels.conv.plain.fused_kernels import conv_forward_kernel
 
 from .compile_only import RECORDED

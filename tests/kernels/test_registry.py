@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD
-from triton_kernels.conv.hopper.narrow import NarrowOutput
-from triton_kernels.conv.hopper.stationary import row_mma
+from triton_kernels.conv.hopper.narrow_output import NarrowOutput
+from triton_kernels.conv.hopper.stationary import stationary_weights
 from triton_kernels.conv.refusals import Only
 from triton_kernels.conv.split import CONV_SPLIT
 from triton_kernels.conv.weight_grad import WEIGHT_GRAD
@@ -172,7 +172,7 @@ def test_a_kernel_is_known_by_its_name(measured):
 
 def test_configurations_of_two_kernels_are_never_equal():
     """Though they are tuples, of numbers that may be the same."""
-    narrow, stationary = NarrowOutput(256), row_mma.StationaryWeights(256)
+    narrow, stationary = NarrowOutput(256), stationary_weights.StationaryWeights(256)
     assert narrow == NarrowOutput(256) != stationary
     assert stationary not in (narrow, (256,))
     assert len({narrow, stationary, NarrowOutput(256)}) == 2

@@ -34,9 +34,9 @@ from ..runtime.device import describe
 from ..runtime.layout import is_aligned
 from .conv2d import conv2d_input_grad
 from .fused_spec import Terms, forward_spec
-from .hopper import linear_mma, narrow
+from .hopper import linear_mma, narrow_output
 from .hopper.operands import Operands
-from .hopper.stationary import row_mma
+from .hopper.stationary import stationary_weights
 from .hopper.tiles import tile_mma
 from .plain import fused_launch
 from .plain.by_tma.tma_boxes import boxes_of_image
@@ -49,10 +49,10 @@ FORWARD = Op(
     kernels=(
         fused_launch.FORWARD,
         pointer.FORWARD,
-        row_mma.STATIONARY,
+        stationary_weights.KERNEL,
         tile_mma.KERNEL,
         linear_mma.FUSED,
-        narrow.KERNEL,
+        narrow_output.KERNEL,
     ),
 )
 INPUT_GRAD = Op(
@@ -61,7 +61,7 @@ INPUT_GRAD = Op(
     kernels=(
         fused_launch.INPUT_GRAD,
         pointer.INPUT_GRAD,
-        row_mma.STATIONARY,
+        stationary_weights.KERNEL,
         tile_mma.KERNEL,
         linear_mma.FUSED,
     ),

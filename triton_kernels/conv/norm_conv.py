@@ -27,7 +27,7 @@ from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
 from .fused_spec import Terms, forward_spec
 from .hopper.operands import Norm, Operands
-from .hopper.stationary import row_mma
+from .hopper.stationary import stationary_weights
 
 _LEAST_TILES, _MOST_TILES = 4, 64  # of an image: a warp loads their sums at once
 
@@ -58,24 +58,24 @@ def _refuse_sums(spec: ConvSpec) -> str | None:
 def _refuse(spec: ConvSpec, gpu: Device) -> str | None:
     if spec.first is not None:
         return "it does a norm of one tensor"
-    return row_mma.STATIONARY.refuse(spec, gpu) or _refuse_sums(spec)
+    return stationary_weights.KERNEL.refuse(spec, gpu) or _refuse_sums(spec)
 
 
 def _configs(spec: ConvSpec, gpu: Device) -> list[NormConv]:
     """The first is the one that was fastest with 16 images of 64x64, or with 64."""
     many = (2 if spec.residual and not spec.extra else 0), True
     forms = dict.fromkeys([many, (1, False)] if _is_many(spec, gpu) else [(1, False), many])
-    found = [NormConv(row_mma.STATIONARY_TILE.block_m, *form) for form in forms]
+    found = [NormConv(stationary_weights.TILE.block_m, *form) for form in forms]
     if not spec.extra:  # with tiles of four rows, producers would have too few registers
         found += [
-            NormConv(row_mma.STATIONARY_TILE_OF_4.block_m, 0, table) for table in (False, True)
+            NormConv(stationary_weights.TILE_OF_4.block_m, 0, table) for table in (False, True)
         ]
     return found
 
 
 def _is_many(spec: ConvSpec, gpu: Device) -> bool:
     """Whether there are more tiles than keep the GPU busy."""
-    return spec.n * spec.h * spec.w >= gpu.busy * row_mma.STATIONARY_TILE.block_m
+    return spec.n * spec.h * spec.w >= gpu.busy * stationary_weights.TILE.block_m
 
 
 def _apart(spec: ConvSpec, gpu: Device) -> str | None:
@@ -126,8 +126,8 @@ def norm_conv(
     sums = x.new_empty((n, tiles, 2, co), dtype=torch.float32)
     table = norm_table(*norm) if config.table else None
     of_x = Norm(activation, norm, table, config.producers)
-    row_mma.launch(
-        row_mma.StationaryWeights(config.block_m),
+    stationary_weights.launch(
+        stationary_weights.StationaryWeights(config.block_m),
         Operands(x, weight, y, bias, sums, *added.operands, norm=of_x),
     )
     return y, sums

@@ -1,5 +1,5 @@
-"""What `row_mma` and `tile_mma` launch their fused kernels with, and how the TMA unit is told of
-filters and of rows of pixels."""
+"""What fused kernels are launched with, and how the TMA unit is told of filters and of rows of
+pixels."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -50,7 +50,7 @@ class Operands(NamedTuple):
     # [N, H, W, .], read in the epilogue where y is written: the residual; or x, or the two tensors
     # that it concatenates
     beside: Sequence[Tensor] = ()
-    # up to two: [N, H, W, C], or, of `row_mma`, of half of H and W, and [CO, C]
+    # up to two: [N, H, W, C], or, of `stationary_weights`, of half of H and W, and [CO, C]
     extra: Sequence[tuple[Tensor, Tensor]] = ()
     extra_bias: Tensor | None = None  # float32 [CO]
     emb: Tensor | None = None  # float32 [N, CO]

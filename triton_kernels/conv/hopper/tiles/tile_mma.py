@@ -30,8 +30,8 @@ and a tap is still one address. An address has to be a multiple of 8 pixels, and
 images of a tile: no tile of a single image has rows of 4 pixels.
 
 Programs are persistent. One warp loads, and two warpgroups compute a tile each, so that the
-epilogue of one overlaps the products of the other. `row_mma` fetches each pixel once, but its
-products are of one row: it is faster where rows are long.
+epilogue of one overlaps the products of the other. `stationary_weights` fetches each pixel once,
+but its products are of one row: it is faster where rows are long.
 """
 
 from collections.abc import Callable
