@@ -85,7 +85,7 @@ def errors(settings: dict) -> Iterator[tuple]:
                 continue
             config = next(iter(kernel.configs(spec, gpu)))
             parts = torch.full((config.splits, weight.numel()), torch.nan, device=device)
-            kernel.launch(config, WgradOperands(x, dy, weight, parts, 1, padding, "tf32"))
+            kernel.launch(config, WgradOperands(x, dy, weight, 1, padding, "tf32", parts))
             found = torch.empty(weight.numel(), device=device)
             sum_partials(parts, found, follows=True)
             exact = weight_grad(x, dy, side)

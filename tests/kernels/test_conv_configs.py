@@ -285,7 +285,7 @@ def test_halves_repeatedly(name, precision, monkeypatch, device):
     budget = 2.0**-23 * pixels / 16 if tf32 else 2.0**-24 * pixels**0.5
     for splits in (1, 2, 5):  # tiles may be fewer
         parts = x.new_full((splits, weight.numel()), float("nan"))
-        operands = WgradOperands(x, dy, weight, parts, 1, (1, 1), "tf32" if tf32 else "ieee")
+        operands = WgradOperands(x, dy, weight, 1, (1, 1), "tf32" if tf32 else "ieee", parts)
         fp16_split_wgrad.launch_split(fp16_split_wgrad.TILE, splits, operands)
         got = parts.sum(0).as_strided(weight.shape, weight.stride())
         assert relative(got, exact.double()) < budget

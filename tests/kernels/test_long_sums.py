@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from triton_kernels.conv.configs import WgradOperands
 from triton_kernels.conv.hopper.weight_grads import (
     fp16_split_wgrad,
     group_wgrad,
@@ -183,9 +184,10 @@ def test_parts_of_every_plan(path):
     for batch in BATCHES:
         for h, w, ci, co, r in layers:
             x, dy, weight = tensors(batch, h, w, ci, co, r, dtype, stride)
+            given = x, dy, weight, stride, (r // 2, r // 2), precision
             for config in (None, *(c for c in configs if takes(c, r))):
                 with standing_for(gpu):
-                    _, taken = plan(x, dy, weight, stride, (r // 2, r // 2), precision, config)
+                    taken = plan(WgradOperands(*given), config)
                 step = taken.tile.block_m
                 assert products_of_part(dy, taken.splits, step) <= MOST_PRODUCTS + step / 8, taken
 
@@ -196,8 +198,9 @@ def test_parts_of_measured_rows(path):
     for batch in BATCHES:
         for h, w, ci, co, r in layers:
             x, dy, weight = tensors(batch, h, w, ci, co, r, dtype, stride)
+            given = x, dy, weight, stride, (r // 2, r // 2), precision
             with standing_for(MEASURED):
-                _, taken = plan(x, dy, weight, stride, (r // 2, r // 2), precision)
+                taken = plan(WgradOperands(*given))
             step = taken.tile.block_m
             assert products_of_part(dy, taken.splits, step) <= MOST_PRODUCTS + step / 8
 

@@ -61,11 +61,12 @@ class WgradOperands(NamedTuple):
 
     x: Tensor  # [N, H, W, CI or more]
     dy: Tensor  # [N, P, Q, CO or more]
-    weight: Tensor  # [CO, CI, R, S]; only its shape is used
-    parts: Tensor  # [splits, CO * R * S * CI] to be written; or the gradient, if there is one part
+    weight: Tensor  # [CO, CI, R, S], of which shape and dtype matter
     stride: int
     padding: tuple[int, int]
-    precision: str  # "ieee" | "tf32"
+    precision: str  # of float32: "ieee" | "tf32"
+    # [splits, CO * R * S * CI] to be written; or the gradient, if there is one part
+    parts: Tensor | None = None
     stride_co: int | None = None  # of the rows of the gradient, if they are not contiguous
     accumulate: bool = False  # add to the gradient in memory; with one part only
 

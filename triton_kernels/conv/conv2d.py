@@ -19,7 +19,7 @@ gradient in `conv.weight_grad`.
 import torch
 from torch import Tensor
 
-from ..reductions.column_sum import column_sum, partials, sum_partials
+from ..reductions.column_sum import column_sum
 from ..registry.spec import precision_of
 from ..runtime.layout import DTYPES, autocast, check_nhwc, check_shape
 from ..runtime.library import derivative, once_differentiable, op
@@ -113,10 +113,8 @@ def _conv2d_wgrad(
     if dy.numel() == 0 or weight.numel() == 0:
         return dweight.zero_().as_strided(weight.shape, weight.stride())
     precision = precision_of(x.dtype, allow_tf32)
-    kernel, planned = weight_grad.plan(x, dy, weight, stride, padding, precision, config)
-    parts = partials(dweight, planned.splits)
-    kernel.launch(planned, WgradOperands(x, dy, weight, parts, stride, padding, precision))
-    sum_partials(parts, dweight, follows=True)
+    operands = WgradOperands(x, dy, weight, stride, padding, precision)
+    weight_grad.launch_into(dweight, weight_grad.plan(operands, config), operands)
     return dweight.as_strided(weight.shape, weight.stride())
 
 

@@ -15,7 +15,7 @@ from ..registry.kernel import Op
 from ..registry.spec import ConvSpec, WeightGradsSpec, dtype_name, precision_of
 from ..runtime.device import Device, describe
 from ..runtime.layout import is_aligned
-from .configs import SplitKernel, WgradOperands, kernel_of_tile
+from .configs import WgradOperands, kernel_of_tile
 from .hopper.weight_grads import fp16_split_wgrad, mma_wgrad, row_wgrad
 from .plain import gather_wgrad, im2col_wgrad, pointwise_wgrad
 from .plain.by_tma import tma_stride, tma_wgrad
@@ -67,31 +67,28 @@ def weight_grad_spec(
 
 
 def plan(
-    x: Tensor,
-    dy: Tensor,
-    weight: Tensor,  # of which shape, dtype and device matter
-    stride: int,
-    padding: tuple[int, int],
-    precision: str,
+    operands: WgradOperands,
     tile: tuple | None = None,  # of one of the kernels; None: whatever is fastest
-) -> tuple[SplitKernel, tuple]:
-    """The kernel, and its configuration: a tile and the number of parts."""
-    spec, gpu = weight_grad_spec(x, dy, weight, stride, padding, precision), describe(x.device)
+) -> tuple:
+    """The configuration of a kernel: a tile and the number of parts."""
+    x, _, weight, *_ = operands
+    spec, gpu = weight_grad_spec(*operands[:6]), describe(x.device)
     if tile is not None:
-        kernel = kernel_of_tile(WEIGHT_GRAD.kernels, tile)
-        return kernel, kernel.planned(spec, gpu, tile)
+        return kernel_of_tile(WEIGHT_GRAD.kernels, tile).planned(spec, gpu, tile)
 
     def run(config: tuple) -> Tensor:
         out = x.new_empty((weight.numel(),), dtype=weight.dtype)
-        parts = partials(out, config.splits)
-        kernel = WEIGHT_GRAD.kernel_of(config)
-        operands = WgradOperands(x, dy, weight, parts, stride, padding, precision)
-        kernel.launch(config, operands)
-        sum_partials(parts, out, follows=True)
+        launch_into(out, config, operands)
         return out
 
-    choice = select(WEIGHT_GRAD, spec, gpu, run)
-    return choice.kernel, choice.config
+    return select(WEIGHT_GRAD, spec, gpu, run).config
+
+
+def launch_into(out: Tensor, config: tuple, operands: WgradOperands) -> None:
+    """out = the gradient, with a configuration that `plan` gives; contiguous, one dimension."""
+    parts = partials(out, config.splits)
+    WEIGHT_GRAD.kernel_of(config).launch(config, operands._replace(parts=parts))
+    sum_partials(parts, out, follows=True)
 
 
 def conv_weight_grad(
@@ -120,13 +117,15 @@ def conv_weight_grad(
     padding = (r // 2, s // 2) if padding is None else padding
     padding = padding if isinstance(padding, tuple) else (padding, padding)
     precision = precision_of(x.dtype, allow_tf32)
-    kernel, planned = plan(x, dy, out, stride, padding, precision, config)
+    operands = WgradOperands(x, dy, out, stride, padding, precision)
+    planned = plan(operands, config)
+    kernel = WEIGHT_GRAD.kernel_of(planned)
     splits = planned.splits if splits is None else splits
     planned = planned._replace(splits=splits)
     assert kernel.pads or (x.shape[3], dy.shape[3]) == (ci, co)
-    operands = WgradOperands(x, dy, out, out, stride, padding, precision)
     if splits == 1 and kernel.in_place:
-        kernel.launch(planned, operands._replace(stride_co=out.stride(0), accumulate=accumulate))
+        into = {"parts": out, "stride_co": out.stride(0), "accumulate": accumulate}
+        kernel.launch(planned, operands._replace(**into))
         return
     row = r * s * ci
     rows = out.permute(0, 2, 3, 1)

@@ -118,7 +118,7 @@ def _conv2d_wgrad_gather_kernel(
 
 def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
-    x, dy, weight, partial, stride, padding, precision, *_ = operands
+    x, dy, weight, stride, padding, precision, partial, *_ = operands
     _, _, r, s = weight.shape
     if swapped := _gathers_dy(weight.shape, padding, x.shape[1:3], dy.shape[1:3]):
         x, dy, stride = dy, x, 1

@@ -88,7 +88,7 @@ def _splits(spec: ConvSpec, gpu: Device, tile: Im2colWgrad) -> int:
 
 
 def _launch(tile: Im2colWgrad, splits: int, operands: WgradOperands) -> None:
-    x, dy, weight, _, stride, padding, *_ = operands
+    x, dy, weight, stride, padding, *_ = operands
     co, ci, r, s = weight.shape
     columns = to_columns(x, dy, weight, stride, padding)
     # filters of as many numbers, of which the sum has the shape

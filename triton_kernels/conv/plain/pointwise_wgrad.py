@@ -105,7 +105,7 @@ def _blocks(a: int, b: int, tile: PointwiseWgrad) -> int:
 def launch_points(tile: PointwiseWgrad, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up; of tiles of dy and
     x, or of x and dy if that is fewer tiles."""
-    x, dy, weight, partial, _, _, precision, *_ = operands
+    x, dy, weight, _, _, precision, partial, *_ = operands
     co, ci, _, _ = weight.shape
     m = x.numel() // ci
     steps = triton.cdiv(triton.cdiv(m, tile.block_m), splits)

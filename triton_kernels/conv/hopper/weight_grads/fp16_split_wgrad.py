@@ -76,7 +76,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
 
 def launch_split(tile: Fp16SplitWgrad, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
-    x, dy, weight, partial, _, _, precision, *_ = operands
+    x, dy, weight, _, _, precision, partial, *_ = operands
     co, ci, _, _ = weight.shape
     n, h, w, _ = x.shape
     parts = 1 if precision == "tf32" else 2

@@ -100,7 +100,7 @@ def _work(spec: ConvSpec, gpu: Device, c: tuple) -> Work:
 
 def launch_mma(tile: MmaWgrad, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
-    x, dy, weight, partial, _, padding, precision, *_ = operands
+    x, dy, weight, _, padding, precision, partial, *_ = operands
     co, ci, r, s = weight.shape
     if is_pointwise(weight, padding):
         x, dy = as_one_row(x), as_one_row(dy)

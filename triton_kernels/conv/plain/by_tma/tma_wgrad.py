@@ -160,7 +160,7 @@ def num_parts(spec: ConvSpec, gpu: Device, config: WgradConfig) -> int:
 
 def launch_wgrad(config: WgradConfig, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
-    x, dy, weight, partial, stride, padding, _, stride_co, accumulate = operands
+    x, dy, weight, stride, padding, _, partial, stride_co, accumulate = operands
     co, ci, r, s = weight.shape
     if stride == 1 and is_pointwise(weight, padding):
         x, dy = as_one_row(x), as_one_row(dy)

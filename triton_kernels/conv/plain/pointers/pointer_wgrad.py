@@ -186,7 +186,7 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
 
 def launch_wgrad(config: PointerWgradTile, splits: int, operands: WgradOperands) -> None:
     """The gradient of the filters, as `splits` parts that have to be added up."""
-    x, dy, weight, partial, stride, padding, precision, *_ = operands
+    x, dy, weight, stride, padding, precision, partial, *_ = operands
     co, ci, r, s = weight.shape
     if stride == 1 and is_pointwise(weight, padding):
         x, dy = as_one_row(x), as_one_row(dy)
