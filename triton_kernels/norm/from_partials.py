@@ -19,7 +19,6 @@ from ..activations import check_activation, rounded_grad
 from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import NormSpec, dtype_name
-from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
 from ..runtime.layout import check_nhwc, check_second
 from .pass_grid import MOST_HELD
@@ -146,12 +145,5 @@ def norm_of_sums(
         if not up:
             return apply(x1, x2, table, activation, early=True, tf32=tf32), None
         return apply_upsampled(x1, x2, table, activation, **options, early=True, tf32=tf32)
-    a = x1.new_empty((n, h, w, c1 + c2))
-    large = x1.new_empty((n, h, w, c1)) if keep else None
-    if n:
-        act, overlap = rounded_grad(activation, x1.dtype), overlapping(x1.device, 0)  # they are few
-        launch_apply(
-            x1, x2, a, act, config, overlap,
-            norm=norm, large=large, up=up, corners=corners, tf32=tf32,
-        )  # fmt: skip
-    return a, large
+    act = rounded_grad(activation, x1.dtype)
+    return launch_apply(x1, x2, act, config, norm=norm, up=up, **options, tf32=tf32)

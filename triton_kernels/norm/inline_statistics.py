@@ -24,7 +24,7 @@ from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import NormSpec, dtype_name
 from ..runtime.dependent_launch import overlapping
 from ..runtime.device import Device, describe
-from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
+from ..runtime.layout import check_nhwc, check_shape, row_stride
 from .from_partials import loaded_sums, sums_config
 from .inline_statistics_kernels import norm_dx_inline_kernel
 from .pass_grid import channel_block
@@ -109,16 +109,10 @@ def norm_apply(
 
     assert mask is None, "dropout is for two launches"
     check_activation(activation)
-    check_nhwc("x1", x1)
-    n, h, w, c1 = x1.shape
-    c2 = check_second(x2, n, h, w)
-    norm.check(n, c1, c2)
-    c = c1 + c2
-    table = x1.new_empty((n, 4, c), dtype=torch.float32)
-    a = x1.new_empty((n, h, w, c), dtype=dtype)
-    launch_apply(
-        x1, x2, a, activation, sums_config(spec), overlapping(x1.device, n * h * w),
-        norm=norm, table=table, tf32=tf32,
+    table = x1.new_empty((len(x1), 4, spec.c), dtype=torch.float32)
+    a, _ = launch_apply(
+        x1, x2, activation, sums_config(spec), norm=norm, table=table, tf32=tf32, dtype=dtype,
+        pixels=spec.n * spec.pixels,
     )  # fmt: skip
     return a, table
 

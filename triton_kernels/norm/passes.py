@@ -60,21 +60,11 @@ def apply(
     are read while that launch is still under way, where kernels overlap (`dependent_launch`). With
     `tf32`, here and below, float32 results are rounded to TF32: products in that read them.
     """
-    check_activation(activation)
-    check_nhwc("x1", x1)
-    n, h, w, c1 = x1.shape
-    c2 = check_second(x2, n, h, w)
-    check_shape("table", table, n, 4, c1 + c2)
-    assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
-    a = x1.new_empty((n, h, w, c1 + c2), dtype=dtype)
-    overlap = overlapping(x1.device, 0)  # of any size, see `early`
-    if a.numel():
-        launch_apply(
-            x1, x2, a, activation, (channel_block(c1, c2), *_APPLY), overlap, table=table,
-            mask=mask, early=early and bool(overlap), tf32=tf32,
-            wanted=describe(x1.device).busy, least_tile=MIN_TILE,
-        )  # fmt: skip
-    return a
+    config = (channel_block(x1.shape[3], 0 if x2 is None else x2.shape[3]), *_APPLY)
+    return launch_apply(
+        x1, x2, activation, config, table=table, mask=mask, early=early, tf32=tf32, dtype=dtype,
+        wanted=describe(x1.device).busy, least_tile=MIN_TILE,
+    )[0]  # fmt: skip
 
 
 def apply_upsampled(
@@ -92,46 +82,49 @@ def apply_upsampled(
     upsample(x1), to `keep` it for its other readers. `early` as in `apply`. With `corners` only the
     first pixel of the 2x2 that are equal is written, in the first C1 channels: who reads them knows
     the others, whose memory stays what it was."""
-    check_activation(activation)
-    check_nhwc("x1", x1)
-    n, h, w, c1 = x1.shape
-    h, w = 2 * h, 2 * w
-    c2 = check_second(x2, n, h, w)
-    check_shape("table", table, n, 4, c1 + c2)
-    a = x1.new_empty((n, h, w, c1 + c2))
-    large = x1.new_empty((n, h, w, c1)) if keep else None
-    if n:
-        config = (channel_block(c1, c2), *_OF_TABLE)
-        overlap = overlapping(x1.device, 0)  # of any size, see `early`
-        options = {"up": True, "corners": corners, "early": early and bool(overlap), "tf32": tf32}
-        launch_apply(x1, x2, a, activation, config, overlap, table=table, large=large, **options)
-    return a, large
+    config = (channel_block(x1.shape[3], 0 if x2 is None else x2.shape[3]), *_OF_TABLE)
+    options = {"up": True, "corners": corners, "keep": keep, "early": early, "tf32": tf32}
+    return launch_apply(x1, x2, activation, config, table=table, **options)
 
 
 def launch_apply(
     x1: Tensor,
     x2: Tensor | None,
-    a: Tensor,  # [N, H, W, C1 + C2], out
     activation: str,
     config: tuple[int, int, int, int],  # BLOCK_C, elements of a tile, tiles, warps
-    overlap: dict[str, bool],  # of `overlapping`
     *,
     norm: Statistics | None = None,  # None: the table is given
-    table: Tensor | None = None,  # float32 [N, 4, C1 + C2], as of `norm_table`
-    large: Tensor | None = None,  # [N, H, W, C1], out: x1 upsampled
+    table: Tensor | None = None,  # float32 [N, 4, C1 + C2], as of `norm_table`; with a norm, out
     mask: Mask | None = None,
     up: bool = False,
     corners: bool = False,
+    keep: bool = False,
     early: bool = False,
     tf32: bool = False,
+    dtype: torch.dtype | None = None,
+    pixels: int = 0,  # for `overlapping`; 0: it is to overlap at any size
     wanted: int | None = None,  # programs; where there are fewer, each has less to do
     least_tile: int | None = None,  # elements, then
-) -> None:
-    """a = act(norm(x)) of x1, which may be upsampled, beside x2."""
-    n, h, w, c = a.shape
-    _, small_h, small_w, c1 = x1.shape
-    c2 = c - c1
-    norm = norm or Statistics((None,), (0,), 1, None, None, 0.0)
+) -> tuple[Tensor, Tensor | None]:
+    """act(norm(x)) of x1, which may be upsampled, beside x2, as `apply`; and as
+    `apply_upsampled`."""
+    check_nhwc("x1", x1)
+    n, small_h, small_w, c1 = x1.shape
+    h, w = (2 * small_h, 2 * small_w) if up else (small_h, small_w)
+    c2 = check_second(x2, n, h, w)
+    c = c1 + c2
+    if norm is None:
+        check_activation(activation)
+        check_shape("table", table, n, 4, c)
+        norm = Statistics((None,), (0,), 1, None, None, 0.0)
+    else:
+        norm.check(n, c1, c2)
+    assert mask is None or (c1 % 4 == c2 % 4 == 0), "four channels to a draw"
+    a = x1.new_empty((n, h, w, c), dtype=dtype)
+    large = x1.new_empty((n, h, w, c1)) if keep else None
+    if a.numel() == 0:
+        return a, large
+    overlap = overlapping(x1.device, pixels)
     film, ks, cg = (norm.scale, norm.shift), norm.tiles, c // norm.num_groups
     halves = ((small_h * small_w, c1), (h * w if c2 else 0, c2))
     wanted = wanted or _PROGRAMS * describe(x1.device).num_sms
@@ -142,10 +135,12 @@ def launch_apply(
     norm_apply_kernel[(programs,)](
         x1, x2, *norm.both, norm.weight, norm.bias, *film, a, large, table, *map(row_stride, film),
         norm.pixels[0], norm.pixels[-1], h * w, c1, c2, *blocks, norm.eps, *mask_arguments(mask),
-        kept, activation, small_w if up else None, corners, early, *ks, cg, masked, *tile,
-        *covering_groups(tile[-1], c1 if c2 else 0, cg), triton.next_power_of_2(max(ks)), tf32,
-        h * w * c >= 2**31, num_warps=config[3], **overlap,
+        kept, activation, small_w if up else None, corners, early and bool(overlap), *ks, cg,
+        masked, *tile, *covering_groups(tile[-1], c1 if c2 else 0, cg),
+        triton.next_power_of_2(max(ks)), tf32, h * w * c >= 2**31,
+        num_warps=config[3], **overlap,
     )  # fmt: skip
+    return a, large
 
 
 def _cut(
