@@ -62,21 +62,33 @@ def skip_dx(
     tiles of one image and of one half, see `folds`. If no tile of channels divides the halves, each
     is a launch of its own.
     """
-    halves = dz2 is not None
-    assert dz.shape[3] == x1.shape[3] + (0 if x2 is None or halves else x2.shape[3])
-    assert not halves or (upsample1 and dz.shape == x1.shape and dz2.shape == x2.shape)
+    (co, c), c1, halves = weight.shape[:2], x1.shape[3], dz2 is not None
+    assert weight.shape == (dy.shape[3], c, 1, 1) and weight.stride(1) == 1
+    assert c == c1 + (0 if x2 is None else x2.shape[3]) and weight.dtype == dy.dtype
+    for x in (dy, dz, dz2, x1, x2, add1):
+        assert x is None or (x.is_contiguous() and x.dtype == dy.dtype)
+    if halves:
+        assert upsample1 and dz.shape == x1.shape and dz2.shape == x2.shape
+    else:
+        assert dz.shape == (*dy.shape[:3], c)
     if config is None:
         config = choose_config(dy, weight, x1, x2, add1, upsample1, allow_tf32)
-    precision = precision_of(dy.dtype, allow_tf32)
-    if isinstance(coeff, NormSums):
+    if isinstance(coeff, Tensor):
+        assert coeff.shape == (len(dy), 3, c) and coeff.is_contiguous()
+    else:
         assert folds(config, dy, x1, x2, upsample1), "a tile of several images, or of both halves"
-    if halves or not straddles(config, x1, x2):
-        rest = coeff, add1, sums, upsample1, factor, config, precision
-        return _launch(dy, weight, dz, 0, x1, x2, *rest, dz2)
-    c1 = x1.shape[3]
-    first, second = (weight[:, :c1], dz, 0, x1, None), (weight[:, c1:], dz, c1, x2, None)
-    dx1, _, rows = _launch(dy, *first, coeff, add1, sums, upsample1, factor, config, precision)
-    dx2, _, _ = _launch(dy, *second, coeff, None, False, False, None, config, precision)
+    matrix, precision = weight.view(co, c), precision_of(dy.dtype, allow_tf32)
+    read = SkipOperands(dy, matrix, dz, dz2, x1, x2, add1, coeff, factor, upsample1, precision)
+    if not straddles(config, x1, x2):
+        return _launch(config, read, sums)
+    assert not halves, "a tile of two tensors"
+    first, second = (
+        read._replace(weight=matrix[:, of], dz=dz[..., of], coeff=coeff[..., of], x2=None)
+        for of in (slice(c1), slice(c1, c))
+    )
+    second = second._replace(x1=x2, add1=None, factor=None, upsample1=False)
+    dx1, _, rows = _launch(config, first, sums)
+    dx2, _, _ = _launch(config, second, False)
     return dx1, dx2, rows
 
 
@@ -118,48 +130,22 @@ def skip_backward(
 
 
 def _launch(
-    dy: Tensor,
-    weight: Tensor,  # these two as in `skip_dx`, of this launch's channels
-    dz: Tensor,  # as are coefficients, of all channels,
-    begin: int,  # of which this launch's are those from here on
-    x1: Tensor,
-    x2: Tensor | None,
-    coeff: Tensor | NormSums,
-    add1: Tensor | None,
-    sums: bool | RowSums,
-    upsample1: bool,
-    factor: float | None,
-    config: Config,
-    precision: str,
-    dz2: Tensor | None = None,
+    config: Config | PointerTile, read: SkipOperands, sums: bool | RowSums
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    n, h, w, co = dy.shape
-    c1 = x1.shape[3]
-    c = c1 if x2 is None else c1 + x2.shape[3]
-    fine = 2 if upsample1 else 1  # pixels of dz to one of x1, along an axis
-    assert weight.shape == (co, c, 1, 1) and weight.stride(1) == 1 and weight.dtype == dy.dtype
-    channels = begin + c if dz2 is not None else dz.shape[3]  # that have coefficients
-    assert dz2 is not None or (dz.shape[:3] == (n, h, w) and begin + c <= channels)
-    assert dz2 is None or not straddles(config, x1, x2), "a tile of two tensors"
+    """The gradients of x1 and x2, and rows of the first where they have a place."""
+    dy, x1, x2 = read.dy, read.x1, read.x2
+    (n, h, w, co), c, c1 = dy.shape, read.weight.shape[1], x1.shape[3]
+    fine = 2 if read.upsample1 else 1  # pixels of dz to one of x1, along an axis
     assert x1.shape == (n, h // fine, w // fine, c1)
-    for x in (dy, dz, dz2, x1, x2, add1):
-        assert x is None or (x.is_contiguous() and x.dtype == dy.dtype)
-    dx1 = x1.new_empty(x1.shape)
-    dx2 = None if x2 is None else x2.new_empty(x2.shape)
     row = 1 if isinstance(config, PointerTile) else 16 // dy.itemsize
     assert c1 % row == c % row == co % row == 0, "channels in multiples of 16 bytes"
-    box = box_of(config, n, h, w, upsample1)
-    place = row_place(sums, dy)
+    dx1 = x1.new_empty(x1.shape)
+    dx2 = None if x2 is None else x2.new_empty(x2.shape)
+    box, place = box_of(config, n, h, w, read.upsample1), row_place(sums, dy)
     rows = None if place is None else place(n * boxes_of_image(box, h, w), c1)
-    if isinstance(coeff, Tensor):
-        assert coeff.shape == (n, 3, channels) and coeff.is_contiguous()
-        coeff = coeff[..., begin:]
-    if n == 0:
-        return dx1, dx2, rows
-    columns = dz if dz2 is not None else dz[..., begin : begin + c]
-    tensors = dy, weight.view(co, c), columns, dz2, x1, x2, add1, coeff, dx1, dx2, rows
-    operands = SkipOperands(*tensors, factor, box, upsample1, precision)
-    SKIP_DX.kernel_of(config).launch(config, operands)
+    if n:
+        operands = read._replace(box=box, dx1=dx1, dx2=dx2, rows=rows)
+        SKIP_DX.kernel_of(config).launch(config, operands)
     return dx1, dx2, rows
 
 

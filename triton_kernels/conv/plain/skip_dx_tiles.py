@@ -21,7 +21,7 @@ class NormSums(NamedTuple):
 
 
 class SkipOperands(NamedTuple):
-    """What `conv.skip_dx` has checked and allocated for one launch."""
+    """What `conv.skip_dx` has checked, and what it has allocated."""
 
     dy: Tensor  # [N, H, W, CO]
     weight: Tensor  # [CO, C] of this launch's channels, with rows any distance apart,
@@ -31,13 +31,14 @@ class SkipOperands(NamedTuple):
     x2: Tensor | None  # [N, H, W, C - C1]
     add1: Tensor | None  # [N, H, W, C1]
     coeff: Tensor | NormSums  # float32 [N, 3, C of C or more]; NormSums: for `tma_skip_dx`
-    dx1: Tensor  # as x1, to be written
-    dx2: Tensor | None  # as x2, likewise
-    rows: Tensor | None  # float32 [N K, C1], likewise
     factor: float | None  # multiplies dx1
-    box: tuple[int, int, int]  # images, rows and columns of a tile
     upsample1: bool
     precision: str  # "ieee" | "tf32"
+    # of each launch
+    box: tuple[int, int, int] | None = None  # images, rows and columns of a tile
+    dx1: Tensor | None = None  # as x1, to be written
+    dx2: Tensor | None = None  # as x2, likewise
+    rows: Tensor | None = None  # float32 [N K, C1], likewise
 
 
 def box_of(

@@ -189,8 +189,8 @@ def _skip_dx_kernel(
 
 
 def _launch(config: Config, operands: SkipOperands) -> None:
-    dy, weight, dz, dz2, x1, x2, add1, coeff, dx1, dx2, rows, *rest = operands
-    factor, box, upsample1, precision = rest
+    dy, weight, dz, dz2, x1, x2, add1, coeff, factor, *rest = operands
+    upsample1, precision, box, dx1, dx2, rows = rest
     n, h, w, co = dy.shape
     c, c1 = weight.shape[1], x1.shape[3]
     fine = 2 if upsample1 else 1

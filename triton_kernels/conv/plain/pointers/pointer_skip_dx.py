@@ -186,13 +186,14 @@ def _skip_dx_pointer_kernel(
 
 def _launch(config: PointerTile, operands: SkipOperands) -> None:
     """dx1, dx2 and rows; no tile has channels of both halves."""
-    *tensors, box, upsample1, precision = operands
+    *tensors, factor, upsample1, precision, box, dx1, dx2, rows = operands
     n, h, w, co = operands.dy.shape
     (_, c), c1, cz = operands.weight.shape, operands.x1.shape[3], operands.dz.stride(2)
     stride_w, ck = operands.weight.stride(0), operands.coeff.stride(1)
     unit = math.gcd(8, co, c, c1, cz, stride_w)
     _skip_dx_pointer_kernel[(programs(config, box, n, h, w, c),)](
-        *tensors, n, h, w, co // unit, c // unit, c1 // unit, cz // unit, ck, stride_w // unit,
+        *tensors, dx1, dx2, rows, factor, n, h, w, co // unit, c // unit, c1 // unit, cz // unit,
+        ck, stride_w // unit,
         UPSAMPLE=upsample1, EXACT=c % config.block_c == 0 and co % config.block_k == 0,
         RAGGED=is_ragged(box, h, w), UNIT=unit, PRECISION=precision, **tile_sizes(box, config),
     )  # fmt: skip
