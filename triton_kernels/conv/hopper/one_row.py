@@ -99,7 +99,7 @@ def _launch_whole(_: tuple, operands: Operands) -> None:
     w = operands.x.shape[2]
     read, written = (partial(_in_rows, pixels=pixels) for pixels in (2 * w, w))
     x_desc, filters, residual_desc, _, *rest = operands.tensors(read, written)
-    numbers = operands.numbers[1], operands.factor
+    numbers = operands.emb_stride, operands.factor
     terms = (x_desc, filters, residual_desc, *rest, None, *numbers)
     _launch(operands.x, operands.weight, terms, operands.extra_channels, 1)
 

@@ -74,10 +74,14 @@ class Operands(NamedTuple):
         return channels + [0] * (2 - len(channels))
 
     @property
+    def emb_stride(self) -> int:
+        """Of the embedding's rows."""
+        return 0 if self.emb is None else self.emb.stride(0)
+
+    @property
     def numbers(self) -> list[int]:
-        """Channels of the first of two tensors beside, and the stride of the embedding's rows."""
-        border = self.beside[0].shape[3] if self.beside else 0
-        return [border, 0 if self.emb is None else self.emb.stride(0)]
+        """Channels of the first of two tensors beside, and the embedding's stride."""
+        return [self.beside[0].shape[3] if self.beside else 0, self.emb_stride]
 
     def tensors(
         self,

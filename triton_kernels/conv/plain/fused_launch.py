@@ -58,19 +58,18 @@ SPLITTING_CONFIGS = [Config(64, 64, 32, 4, 4)]
 
 def forward(config: Config, operands: Operands) -> None:
     """The convolution, its terms and its partials."""
-    x, weight, y, emb = operands.x, operands.weight, operands.y, operands.emb
+    x, weight, y = operands.x, operands.weight, operands.y
     n, h, w, ci = x.shape
     co, _, r, s = weight.shape
     stats = operands.partials is not None
     box = box_of(config, n, h, w, even=stats)
     tile, read = [*box, config.block_c], [*box, config.block_k]
     exact = operands.precision == "ieee"
-    extra_descs, extra_channels = [], []
+    extra_descs = []
     for other, w1x1 in operands.extra:
         assert w1x1.stride(1) == 1
         filters = columns_in_boxes(w1x1, [config.block_c, config.block_k], exact)
         extra_descs += [in_boxes(other, read), filters]
-        extra_channels += [other.shape[3]]
     parts, filters = (x, None), (weight, None)
     if exact and is_split_before(x, weight):
         parts, filters = split(x), split(weight)
@@ -78,11 +77,11 @@ def forward(config: Config, operands: Operands) -> None:
     w_descs = _of_each(weight_in_boxes, filters, config.block_c, config.block_k)
     residual = operands.beside[0] if operands.beside else None
     conv_forward_kernel[(programs(config, box, *y.shape),)](
-        x_descs[0], w_descs[0], operands.vectors, emb,
+        x_descs[0], w_descs[0], operands.vectors, operands.emb,
         None if residual is None else in_boxes(residual, tile), in_boxes(y, tile),
         operands.partials, None, *extra_descs, *[None] * (4 - len(extra_descs)), x_descs[1],
-        w_descs[1], operands.extra_bias, *extra_channels, *[0] * (2 - len(operands.extra)),
-        0 if emb is None else emb.stride(0), None, operands.factor, n, ci, h, w, co,
+        w_descs[1], operands.extra_bias, *operands.extra_channels, operands.emb_stride, None,
+        operands.factor, n, ci, h, w, co,
         R=r, S=s, PAD_H=r // 2, PAD_W=s // 2, STRIDE=1, DGRAD=False, TURNED=False,
         PRECISION=operands.precision, ROWS=config.rows,
         RAGGED=stats and is_ragged(box, h, w), TF32=operands.tf32, **tile_sizes(box, config),

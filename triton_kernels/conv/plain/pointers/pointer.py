@@ -36,18 +36,16 @@ def forward(
     width, parts = (y.shape[3], ()) if steps is None else (c, (len(y),))
     box = box_of(config, n, h, w, even=stats)
     pairs = [t for pair in operands.extra for t in pair]
-    beside = [other.shape[3] for other, _ in operands.extra]
-    rows = [filters.stride(0) for _, filters in operands.extra]
+    beside, absent = operands.extra_channels, 2 - len(operands.extra)
+    rows = [filters.stride(0) for _, filters in operands.extra] + [0] * absent
     for other, filters in operands.extra:
         assert filters.shape == (c, other.shape[3]) and filters.stride(1) == 1
     unit = math.gcd(8, k, width, stride_w, *beside, *rows)
-    absent = 2 - len(beside)
     conv_pointer_forward_kernel[(programs(config, box, n, h, w, width), *parts)](
         x, weight, y, operands.vectors, operands.extra_bias, operands.emb,
         operands.beside[0] if operands.beside else None, *pairs, *[None] * (2 * absent),
         operands.partials, n, h, w, k, k // unit, c, width // unit, *[v // unit for v in beside],
-        *[0] * absent, stride_w // unit, *[v // unit for v in rows], *[0] * absent,
-        operands.numbers[1], steps, operands.factor,
+        stride_w // unit, *[v // unit for v in rows], operands.emb_stride, steps, operands.factor,
         R=r, S=s, TRANSPOSED=transposed, PADDED=c != width,
         EXACT=c == width and divide(config, width, k, *beside),
         RAGGED=stats and is_ragged(box, h, w), UNIT=unit, ROWS=config.rows, TF32=operands.tf32,
