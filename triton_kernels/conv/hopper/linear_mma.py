@@ -87,39 +87,18 @@ def box_of(config: LinearMma, pixels: int, by_image: bool) -> tuple[int, int] | 
     )
 
 
-def _launch_fused(config: LinearMma, operands: Operands) -> None:
-    """The convolution and its terms, or its input gradient, with one of `configs`."""
-    grad = operands.activation is not None
-    by_image = grad or operands.partials is not None or operands.emb is not None
-    beside = operands.beside[0] if operands.beside else None
-    _launch(
-        config, operands.x, operands.weight, operands.y, by_image, grad,
-        beside, operands.vectors, operands.extra_bias, operands.emb, operands.partials,
-        operands.activation_name, operands.factor,
-    )  # fmt: skip
-
-
 def _launch_plain(config: LinearMma, operands: ConvOperands) -> None:
     """The convolution with a bias only, or its input gradient without terms."""
     x, weight, bias, y, _, _, _, dgrad, *_ = operands
-    _launch(config, x, weight, y, False, dgrad, None, bias)
+    _launch(config, Operands(x, weight, y, bias, None), dgrad)
 
 
-def _launch(
-    config: LinearMma,
-    x: Tensor,
-    weight: Tensor,
-    y: Tensor,
-    by_image: bool,  # tiles divide images, or have several whole ones
-    transposed: bool,  # an input gradient
-    beside: Tensor | None = None,
-    vectors: Tensor | None = None,
-    extra_bias: Tensor | None = None,
-    emb: Tensor | None = None,
-    partials: Tensor | None = None,
-    activation: str | None = None,
-    factor: float | None = None,
-) -> None:
+def _launch(config: LinearMma, operands: Operands, plain_grad: bool = False) -> None:
+    """The convolution and its terms, or its input gradient, with one of `configs`."""
+    x, weight, y, partials = operands.x, operands.weight, operands.y, operands.partials
+    activation = operands.activation_name
+    by_image = not (activation is partials is operands.emb is None)
+    beside = operands.beside[0] if operands.beside else None
     n, h, w, k = x.shape
     c = y.shape[3]
     n, pixels = (n, h * w) if by_image else (1, n * h * w)
@@ -139,10 +118,11 @@ def _launch(
     conv_linear_mma_kernel[(min(tiles, device.num_sms),)](
         in_rows(x, rows), in_boxes(weight, [co, ci], [64, 64]),
         in_rows(y, _PIECE // images), None if beside is None else in_rows(beside, _PIECE // images),
-        vectors, extra_bias, emb, partials, 0 if emb is None else emb.stride(0), factor, n, pixels,
-        k, c,
+        operands.vectors, operands.extra_bias, operands.emb, partials, operands.emb_stride,
+        operands.factor, n, pixels, k, c,
         ROWS=rows, IMAGES=images, COUNT=count, TOGETHER=config.together,
-        TRANSPOSED=transposed, GRAD=activation is not None, ACT=activation,
+        TRANSPOSED=plain_grad or activation is not None, GRAD=activation is not None,
+        ACT=activation,
         SLOTS=slots(config, device.shared_memory, beside is not None),
         HELD=held(config, beside is not None), REGISTERS=most, RAGGED=c % (64 * count) > 0,
         OVERLAP=bool(overlap), num_warps=4, maxnreg=at_first, **overlap,
@@ -203,7 +183,7 @@ FUSED = Kernel(
     LinearMma,
     refuse,
     configs,
-    launch=_launch_fused,
+    launch=_launch,
     adds=("emb", "residual", "factor", "stats", "activation"),
     work=work,
     fitted_by=("block_c", "block_m", "together"),
