@@ -50,12 +50,12 @@ def _config(few: PassConfig, xs: Halves) -> PassConfig:
     return _ONE_WARP if math.prod(extent(xs)) >= 2 * round_ else few
 
 
-def _cut(xs: Halves, config: PassConfig) -> PassGrid:
-    """Chunks of one size, about as large as a pass with this configuration has them."""
-    n, hw, c = extent(xs)
-    c1 = xs[0].shape[3]
+def _cut(xs: Halves, few: PassConfig) -> tuple[PassGrid, int]:
+    """Chunks of one size, about as large as such a pass has them, and the warps of a program."""
+    config, (n, hw, c), c1 = _config(few, xs), extent(xs), xs[0].shape[3]
     grid = cut_pass(n, hw, c1, c - c1, config, describe(xs[0].device))
-    return cut_evenly(n, hw, c1, c - c1, grid.k, grid.block_p, grid.block_c)
+    even = cut_evenly(n, hw, c1, c - c1, grid.k, grid.block_p, grid.block_c)
+    return even, config.num_warps
 
 
 def extent(xs: Halves) -> tuple[int, int, int]:
@@ -79,25 +79,6 @@ def spec_of(xs: Halves, num_groups: int, **rest: Any) -> NormSpec:
 
 
 KEY = ("pixels", "c1", "c", "groups", "dtype")  # on which a measurement of the ops depends
-
-
-def stream_partials(xs: Halves) -> Tensor:
-    """The sums of x that `norm_table` wants: float32 [N, K, 2, C]."""
-    config = _config(_STATS, xs)
-    return partials_of(xs, _cut(xs, config), config.num_warps)
-
-
-def stream_sums(
-    xs: Halves, dy: Tensor, stats: Tensor, params: Params, activation: str
-) -> tuple[Tensor, Tensor]:
-    """D and E of every chunk, float32 [N, K, 2, C], and the table of mean, rstd, gain and offset,
-    float32 [N, 4, C]."""
-    config = _config(_SUMS, xs)
-    n, _, c = extent(xs)
-    table = dy.new_empty((n, 4, c), dtype=torch.float32)
-    grid = _cut(xs, config)
-    rest = {"stats": stats, "params": params}
-    return grad_partials_of(dy, xs, table, activation, grid, config.num_warps, **rest), table
 
 
 def empty_like(xs: Halves) -> Halves:
@@ -192,7 +173,7 @@ def _forward(_: tuple, xs: Halves, num_groups: int, eps: float, params: Params, 
     stats = x.new_empty((2, n, num_groups), dtype=torch.float32)
     if hw == 0:
         return x.new_empty((*x.shape[:3], c)), stats
-    partials = stream_partials(xs)
+    partials = partials_of(xs, *_cut(xs, _STATS))
     args = (num_groups, *params[:2], eps, *params[2:])
     with dependent_launches():  # as `following`
         table = norm_table((partials,), (hw,), *args, stats_out=stats)
@@ -203,7 +184,9 @@ def _backward(_: tuple, xs: Halves, dy: Tensor, stats: Tensor, params: Params, a
     n, hw, c = extent(xs)
     if hw == 0:
         return empty_like(xs), dy.new_zeros((n, 1, 2, c), dtype=torch.float32)
-    sums, table = stream_sums(xs, dy, stats, params, act)
+    table = dy.new_empty((n, 4, c), dtype=torch.float32)
+    rest = {"stats": stats, "params": params}
+    sums = grad_partials_of(dy, xs, table, act, *_cut(xs, _SUMS), **rest)
     if not dx:
         return (None, None), sums
     rows = table.new_empty((n, 2 * c))  # of the same sums, which nobody reads here
