@@ -158,11 +158,9 @@ def with_splits(tile: type[C]) -> type:
 
 def fewest_of(spec: ConvSpec, pixels: int | None = None) -> int:
     """The fewest parts of a weight gradient's sum over pixels (`long_sums`); None: its pixels."""
-    rows, columns = spec.size
+    pixels = math.prod(spec.pixels) if pixels is None else pixels
     dtype = torch.float32 if spec.itemsize == 4 else torch.bfloat16
-    return fewest_parts(
-        spec.n * rows * columns if pixels is None else pixels, dtype, spec.precision
-    )
+    return fewest_parts(pixels, dtype, spec.precision)
 
 
 def programs_of(co: int, ci: int, taps: int, tile: tuple) -> tuple[int, int]:

@@ -198,7 +198,7 @@ def _pixels(spec: ConvSpec, grad: bool) -> int:
 def _pick(spec: ConvSpec, gpu: Device, grad: bool) -> Config:
     pixels, channels = _pixels(spec, grad), spec.c
     if spec.dtype == "fp32" and spec.stride == 1 and min(spec.of_filters) >= 32 and gpu.tma:
-        few = 8 * spec.n * math.prod(spec.size) * channels <= 64 * 64 * gpu.num_sms
+        few = 8 * math.prod(spec.pixels) * channels <= 64 * 64 * gpu.num_sms
         return _OF_FEW_FMAS if few else _OF_FMAS
     safe, large, few_pixels, few_channels = FWD_CONFIGS[:4]
     if channels <= 16:
@@ -218,8 +218,7 @@ def _cost(spec: ConvSpec, gpu: Device, c: Config, grad: bool) -> float:
     if c != _pick(spec, gpu, grad):
         return math.inf
     co, ci = spec.of_filters
-    rows, columns = spec.size
-    flops = 2 * spec.n * rows * columns * co * ci * spec.taps
+    flops = 2 * math.prod(spec.pixels) * co * ci * spec.taps
     # in 16 bits and in TF32 other kernels come first, if they can do it
     return of_products("gather fp32" if spec.dtype == "fp32" else "gather", flops, gpu)
 

@@ -161,7 +161,7 @@ def _operands(spec: ConvSpec) -> tuple[int, int, int]:
     co, ci = spec.of_filters
     if _gathers_dy((co, ci, spec.r, spec.s), spec.pads, (spec.h, spec.w), spec.size):
         return ci, co, spec.n * spec.h * spec.w
-    return co, ci, spec.n * math.prod(spec.size)
+    return co, ci, math.prod(spec.pixels)
 
 
 def _blocks(co: int, ci: int, taps: int, config: WgradConfig) -> tuple[int, int]:

@@ -8,6 +8,7 @@ in TF32. A copy of x in columns, 28 numbers a pixel, is half as large as dy, and
 `conv.hopper.mma_wgrad` it is the x of a 1x1 filter.
 """
 
+import math
 from typing import NamedTuple
 
 import triton
@@ -72,8 +73,7 @@ def refuse(spec: ConvSpec, gpu: Device) -> str | None:
         return f"{spec.r}x{spec.s} of {ci} channels are more than {mma_wgrad.BLOCK} columns"
     if co % 4 or co < 32 or not spec.aligned:
         return f"{co} channels of the result; it takes multiples of 4 from 32 on"
-    rows, columns = spec.size
-    if not _FEWEST_PIXELS <= spec.n * rows * columns < 2**31 // mma_wgrad.BLOCK:
+    if not _FEWEST_PIXELS <= math.prod(spec.pixels) < 2**31 // mma_wgrad.BLOCK:
         return f"a copy pays for {_FEWEST_PIXELS} pixels and more"
     return None
 

@@ -57,7 +57,7 @@ def count_steps(block_k: int, spec: ConvSpec) -> int:
 
 def part_bytes(parts: int, spec: ConvSpec) -> int:
     """Bytes of all parts, which are float32."""
-    return 4 * parts * spec.n * math.prod(spec.size) * spec.c
+    return 4 * parts * math.prod(spec.pixels) * spec.c
 
 
 def cut(

@@ -82,12 +82,8 @@ def _cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
     else:
         programs = count_boxes(pixel_box(safe.block_m, n, p, q), n, p, q) * triton.cdiv(spec.c, 64)
         best, rule = (safe if programs >= 2 * gpu.num_sms else small), "tf32x3"
-    return of_products(rule, _flops(spec), gpu) if c == best else math.inf
-
-
-def _flops(spec: ConvSpec) -> int:
-    co, ci = spec.of_filters
-    return 2 * math.prod(spec.size) * spec.n * co * ci * spec.taps
+    flops = 2 * math.prod(spec.pixels) * math.prod(spec.of_filters) * spec.taps
+    return of_products(rule, flops, gpu) if c == best else math.inf
 
 
 def _launch(config: Config, operands: ConvOperands) -> None:

@@ -147,8 +147,7 @@ def _refuse_grad(spec: ConvSpec, gpu: Device) -> str | None:
 
 def transposes_first(spec: ConvSpec) -> bool:
     """Whether the filters of an input gradient of stride 1 are transposed first."""
-    rows, columns = spec.size
-    return spec.dtype == "tf32" and spec.n * rows * columns >= _TRANSPOSE_FROM
+    return spec.dtype == "tf32" and math.prod(spec.pixels) >= _TRANSPOSE_FROM
 
 
 def configs(spec: ConvSpec, gpu: Device) -> list[Config]:
