@@ -61,7 +61,8 @@ def test_what_they_become():
     norms = [node for node in forward if node.op == "channel_norm"]
     assert sum("residual" in node.inputs for node in norms) >= 3
     cats = [node for node in forward if node.op == "cat" and len(node.out.shape) == 4]
-    assert any(v.dtype != node.out.dtype for node in cats for v in node.many("x"))
+    assert all(v.dtype == node.out.dtype for node in cats for v in node.many("x"))
+    assert any(n.out.dtype == torch.bfloat16 and "residual" in n.inputs for n in norms)
     sums = [n for n in forward if n.op == "elementwise" and len(n.out.shape) == 4]
     assert any(v.dtype != node.out.dtype for node in sums for v in node.inputs.values())
 

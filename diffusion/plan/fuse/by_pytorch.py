@@ -1,6 +1,8 @@
 """Rows of what PyTorch computes: casts, parts, copies and concatenations that need no pass of their
 own, because its kernels read and write any type and any steps through memory."""
 
+import torch
+
 from ..graph import Node, Value
 from .rewrite import NOT_IN_A_STEP, Fusing, Row
 
@@ -29,12 +31,24 @@ def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
     cat = f.maker(node.inputs["x"], "cat")
     if cat is None or f.reader(cat.out, "cast") is not node or not node.casts_floats:
         return None
-    for role, part in cat.inputs.items():
-        before = f.unwidened(part)
-        if before.dtype == node.out.dtype:
-            cat.inputs[role] = before
+    parts = {part: _in_type(f, part, node.out.dtype) for part in {*cat.inputs.values()}}
+    cat.inputs = {role: parts[part] for role, part in cat.inputs.items()}
     f.write(cat, node.out, node)
     return node.out
+
+
+def _in_type(f: Fusing, part: Value, dtype: torch.dtype) -> Value:
+    """What a concatenation in a type reads of a part: the numbers before they were widened, what a
+    norm over channels writes for it alone, a cast of it that there is, or the part itself."""
+    before, norm = f.unwidened(part), f.maker(part, "channel_norm")
+    if before.dtype == dtype:
+        return before
+    if norm is not None and f.reader(part, "cat") is not None:
+        alone = f.graph.value(part.name, part.shape, dtype)
+        f.write(norm, alone)
+        return alone
+    casts = (r.out for r in f.readers(part) if r is not None and r.op == "cast")
+    return next((y for y in casts if y.dtype == dtype), part)
 
 
 def _copy_as_it_is_read(f: Fusing, node: Node) -> Value | None:

@@ -41,7 +41,7 @@ WHERE_IT_IS_READ = Row(
 def cast_where_it_is_made(f: Fusing, node: Node) -> Value | None:
     """A norm's pass writes what its result is cast to"""
     x = node.inputs["x"]
-    maker = f.maker(x, "norm", "norm_apply", "norm_dx")
+    maker = f.maker(x, "norm", "norm_apply", "norm_dx", "channel_norm")
     if maker is None or f.reader(x, "cast") is not node or not node.casts_floats:
         return None
     role = next(role for role, value in maker.outputs.items() if value is x)
