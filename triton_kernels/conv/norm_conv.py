@@ -16,7 +16,6 @@ upsamples them.
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..activations import check_activation
@@ -25,8 +24,9 @@ from ..registry.choose import select
 from ..registry.kernel import Kernel, Op, configures
 from ..registry.spec import FORWARD_TERMS, ConvSpec
 from ..runtime.device import Device, describe
+from .fused import forward_operands
 from .fused_spec import Terms, forward_spec
-from .hopper.operands import Norm, Operands
+from .hopper.operands import Norm
 from .hopper.stationary import stationary_weights
 
 _LEAST_TILES, _MOST_TILES = 4, 64  # of an image: a warp loads their sums at once
@@ -105,12 +105,9 @@ def norm_conv(
     `conv_forward`."""
     check_activation(activation)
     n, h, w, ci = x.shape
-    co = weight.shape[0]
     norm.check(n, ci)
     for row in (norm.scale, norm.shift):
         assert row is None or (row.shape == (n, ci) and row.stride(1) == 1)
-    assert weight.permute(0, 2, 3, 1).is_contiguous() and weight.dtype == x.dtype
-    assert x.is_contiguous()
     added = Terms(**terms)
     if config is None:
 
@@ -120,14 +117,8 @@ def norm_conv(
         of_norm = {"groups": norm.num_groups, "tiles": (norm.tiles[0],)}
         spec = forward_spec(x, weight, **added.asked, **of_norm)
         config = select(NORM_CONV, spec, describe(x.device), run).config
-    y = x.new_empty((n, h, w, co))
-    added.check(y, co)
-    tiles = h * w // config.block_m
-    sums = x.new_empty((n, tiles, 2, co), dtype=torch.float32)
+    given = forward_operands(x, weight, bias, h * w // config.block_m, added)
     table = norm_table(*norm) if config.table else None
-    of_x = Norm(activation, norm, table, config.producers)
-    stationary_weights.launch(
-        stationary_weights.StationaryWeights(config.block_m),
-        Operands(x, weight, y, bias, sums, *added.operands, norm=of_x),
-    )
-    return y, sums
+    given = given._replace(norm=Norm(activation, norm, table, config.producers))
+    stationary_weights.launch(stationary_weights.StationaryWeights(config.block_m), given)
+    return given.y, given.partials
