@@ -66,10 +66,16 @@ class Accelerated(nn.Module):
     def register_parameter(self, *args: Any, **kwargs: Any) -> None:
         self.module.register_parameter(*args, **kwargs)
 
-    def add_module(self, *args: Any, **kwargs: Any) -> None:
-        self.module.add_module(*args, **kwargs)
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """To the module, but in the place of this one's own part, as tools do that go through all
+        parts."""
+        if name in self._modules:
+            super().add_module(name, module)
+        else:
+            self.module.add_module(name, module)
 
-    register_module = add_module
+    def register_module(self, name: str, module: nn.Module | None) -> None:
+        self.add_module(name, module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The module's, with its names."""

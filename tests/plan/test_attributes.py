@@ -112,6 +112,14 @@ def test_names_of_a_library_are_its_own(nets, name):
     assert getattr(fast, name) == torch.device("cpu") and not hasattr(fast.module, name)
 
 
+def test_a_tool_that_puts_another_part_in_the_place_of_each():
+    """Such as PyTorch's conversion of batch norms, which the module had itself as a part after."""
+    module, x = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).eval(), torch.randn(2, 3, 4, 4)
+    fast = nn.SyncBatchNorm.convert_sync_batchnorm(accelerate(copy.deepcopy(module)))
+    assert type(fast.module[1]) is nn.SyncBatchNorm and len(list(fast.modules())) == 4
+    torch.testing.assert_close(fast(x), module(x))
+
+
 def test_a_forward_around_one_that_was_replaced(nets):
     """As mixed precision is put around a module that another library has changed."""
     module, fast, x = nets
