@@ -335,7 +335,6 @@ in_no_table = """
     F.celu(x)  F.unfold(x, 2)  F.adaptive_max_pool2d(x, 2)  F.rrelu(x)  x.long().float() + x
     F.pairwise_distance(x, 2 * x)  F.cross_entropy(x, x[:, 0].long() % 2, label_smoothing=0.1)
     torch.gru_cell(x[0, 0], x[0, 1], x[0].tile(1, 4, 1)[0], x[0].tile(1, 4, 1)[1])
-    x.quantile(0.5, dim=1) -> squeeze_
     F.max_unpool2d(*F.max_pool2d(x, 2, return_indices=True), 2)  torch.linalg.inv(x[0, 0, :, :6])
     torch.complex(x, 2 * x).abs()  torch.fft.rfft2(x).abs()  torch.fft.fft(x).conj().imag
     torch.view_as_real(torch.fft.fft(x) * (1 + 2j))  (torch.fft.fft(x) @ (x * 1j).mT).real
@@ -392,6 +391,8 @@ arithmetic = """
     (torch.arange(8) >> 1) * x  torch.bitwise_left_shift(torch.arange(8), 1) * x
     torch.logical_not(x) * y  torch.logical_or(x > 0, y > 0) * x
     torch.logical_and(x > 0, y > 0) * x
+    torch.quantile(x, 0.3, 1)  x.abs().quantile(0.9, dim=-1, keepdim=True)  x.quantile(0.5)
+    torch.nanquantile(x, 0.5, 2)  torch.quantile(x, torch.tensor([0.1, 0.5], dtype=x.dtype), 1)
     x.clamp_min(0)  torch.lerp(x, y, 0.3)  torch.hypot(x, y)
     torch.addcmul(x, x, y, value=2)  torch.nan_to_num(x)
     torch.erf(x)  torch.logsumexp(x, 1)  torch.rand(8) + x

@@ -27,7 +27,7 @@ from .variables import note_code
 
 _ATEN = torch.ops.aten
 # Linear and matmul would be products of rearranged matrices, attention and dropout what PyTorch
-# makes of them for one device.
+# makes of them for one device; quantiles squeeze what they have sorted in place.
 _WHOLE = {
     F.linear: _ATEN.linear.default,
     torch.matmul: _ATEN.matmul.default,
@@ -36,7 +36,12 @@ _WHOLE = {
     F.scaled_dot_product_attention: _ATEN.scaled_dot_product_attention.default,
     F.dropout: _ATEN.dropout.default,
     F.one_hot: _ATEN.one_hot.default,
+    torch.quantile: _ATEN.quantile.scalar,
+    Tensor.quantile: _ATEN.quantile.scalar,
+    torch.nanquantile: _ATEN.nanquantile.scalar,
+    Tensor.nanquantile: _ATEN.nanquantile.scalar,
 }
+_OF_A_NUMBER = (_ATEN.quantile.scalar, _ATEN.nanquantile.scalar)
 _READS = (Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _TRANSFORMS = torch._C._functorch.TransformType
@@ -126,6 +131,8 @@ class Functions(TorchFunctionMode):
                     return result
             apart = notes.within or _transform() != _TRANSFORMS.Functionalize  # as by vmap
             target = None if apart else _WHOLE.get(function)
+            if target in _OF_A_NUMBER and len(tensors_in((args, kwargs))) > 1:
+                target = target.overloadpacket.default
             arguments = target and self._arguments(target, args, kwargs)
             if not arguments:
                 if function in (Tensor.__getitem__, Tensor.__setitem__):
