@@ -56,13 +56,14 @@ class Net(nn.Module):
         self.method, self.times = Scaled().__call__, functools.partial(torch.mul, other=1.0)
         self.beside = (nn.PReLU(init=1.0).double().requires_grad_(False),)  # which is no part
         self.table, self.step = torch.ones(3, 1, 1, dtype=torch.float64), 0
-        self.rows, self.array = deque([1.0]), np.ones(2)
+        self.rows, self.array, self.high = deque([1.0]), np.ones(2), 1.0
 
     def forward(self, x):
         y = self.drop(self.act(self.norm(self.conv(x - self.mean))))
         y = y + F.avg_pool2d(y, self.sizes).amax((2, 3), keepdim=True)
         y = self.out(y) * self.gain * self.given["alpha"] + self.config.shift
         y = y * self.deep[0][0]["of"][1][0][0] + self.slotted.add
+        y = y * self.__dict__.get("wide", 1.0) * vars(self)["high"]
         y = self.beside[0](self.times(self.method(y))) * self.config.of.of.of.of[0]
         return self.scaled(y) * self.table * self.rows[-1] * self.array.tolist()[0]
 
@@ -95,6 +96,8 @@ CHANGES = {
     "deep in a list": lambda net: net.deep[0][0]["of"].__setitem__(1, [[2.0]]),
     "deep in a configuration": lambda net: net.config.of.of.of.of.__setitem__(0, 2.0),
     "in a method's object": lambda net: setattr(net.method.__self__, "scale", 0.5),
+    "what is asked of vars": lambda net: setattr(net, "high", 2.0),
+    "what __dict__ has not": lambda net: net.__dict__.update(wide=2.0),
     "in a partial function": lambda net: net.times.keywords.update(other=2.0),
     "another parameter of no part": lambda net: setattr(
         net.beside[0], "weight", nn.Parameter(net.beside[0].weight * 2, requires_grad=False)
@@ -672,6 +675,13 @@ def _by_calls_in_an_object(net, y, given):
     return y * net.told.calls
 
 
+def _kept_by_a_thread(net, y, given):
+    """As F5-TTS keeps a text's embedding."""
+    if not hasattr(net.local, "last"):
+        net.local.last = y.mean()
+    return y * net.local.last
+
+
 def _by_a_set(net, y, given):
     first = "called" not in net.seen
     net.seen.add("called")
@@ -683,6 +693,7 @@ def _by_a_set(net, y, given):
     [
         (_by_calls_in_an_object, "something else in its next call, for it changes told"),
         (_by_a_set, "something else in its next call, for it changes seen"),
+        (_kept_by_a_thread, "Does reads local, in which it has left what it made"),
         (_recurrent_in_a_dict, "Does reads kept, in which it has left what it made"),
         (_recurrent_in_a_list, "Does reads kept, in which it has left what it made"),
         (_gives_its_first_result, "Does reads last, in which it has left what it made"),
@@ -699,10 +710,11 @@ def _by_a_set(net, y, given):
 def test_what_the_next_call_would_read_is_refused(function, why, autocast):
     net = Does(function)
     net.calls, net.last, net.kept = False, None, {"all": []}
-    net.told, net.seen = SimpleNamespace(calls=0), set()
+    net.told, net.seen, net.local = SimpleNamespace(calls=0), set(), threading.local()
     with pytest.raises(PlanError, match=why), torch.autocast("cpu", enabled=autocast):
         accelerate(net)(torch.ones(1, 3, 4, 4), None)
     assert net.calls == 0 and net.last is None and net.kept == {"all": []}
+    assert not vars(net.local)
 
 
 def _counts(net, y, given):

@@ -54,7 +54,8 @@ _ROLES = {  # in a walk
     "iterator": MethodWrapperType,  # such as an iterator's `__next__`
     "tuple": tuple,
 }
-_KEEPING = {"collections", "types", "weakref"}  # of Python's files, whose objects keep what is set
+# of Python's files, whose objects keep what is set
+_KEEPING = {"_thread", "collections", "types", "weakref"}
 _OWN = frozenset(vars(nn.Module())) - {"training"}  # PyTorch's attributes of every part
 _STATES = ("_parameters", "_buffers", "_modules")  # of these, whose entries are attributes
 
@@ -178,7 +179,8 @@ class State:
         elif role == "held" or (role == "object" and self._may_keep(type(y).__module__)):
             if role == "held" or slots_of(y):
                 rest.append((y, place, False))
-            if type(y).__dictoffset__ and type(y.__dict__) is dict:  # a proxy has that of another
+            has_dict = type(y).__dictoffset__ or isinstance(y, threading.local)
+            if has_dict and type(y.__dict__) is dict:  # a proxy has that of another
                 rest.append((y.__dict__, place, False))
             if role == "object":
                 self._meet(type(y), None, rest)
