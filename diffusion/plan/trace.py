@@ -75,6 +75,8 @@ def trace(
     for i, x in enumerate(leaves((args, kwargs))):
         if isinstance(x, Tensor) and x.numel() == 0:
             raise PlanError(f"its argument {i} is {list(x.shape)}: no plan is for empty tensors")
+        if isinstance(x, Tensor) and x.layout is not torch.strided:
+            raise PlanError(f"its argument {i} is {x.layout}: no plan is for sparse tensors")
     with plain_layers(module, dtype), reads_of() as names:
         recording = record(module, args, kwargs or {}, forward)
         again = partial(record, module, args, kwargs or {}, forward)

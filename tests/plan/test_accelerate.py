@@ -444,6 +444,8 @@ def test_refusals_say_why():
     fast, x = accelerate(nn.Conv2d(3, 3, 1)), torch.randn(2, 3, 4, 4)
     with pytest.raises(PlanError, match=r"argument 0 is \[0, 3, 4, 4\]: no plan is for empty"):
         fast(x[:0])
+    with pytest.raises(PlanError, match=r"argument 0 is torch.sparse_coo: no plan is for sparse"):
+        fast(x.to_sparse())
     with pytest.raises(PlanError, match="an argument is of ndarray"):
         accelerate(Of(lambda y, t: y))(x, np.ones(3))
     with pytest.raises(PlanError, match="torch.func cannot transform a plan"):
