@@ -788,11 +788,13 @@ class _Beside:
     """What computes attention for a module, and keeps it."""
 
 
-@pytest.mark.parametrize("kept", [_Beside(), [], {}])
+@pytest.mark.parametrize("kept", [_Beside(), [], {}, ContextVar("kept", default=None)])
 def test_what_is_kept_outside_of_the_module_is_refused(kept):
     def keep(net, y, given):
         if isinstance(kept, _Beside):
             kept.last = y.mean()
+        elif isinstance(kept, ContextVar):
+            kept.set(y)
         elif isinstance(kept, list):
             kept.append(y)
         else:
@@ -803,6 +805,7 @@ def test_what_is_kept_outside_of_the_module_is_refused(kept):
         PlanError, match=r"outside of the module's attributes.*test_changes\.py:\d+"
     ):
         accelerate(Does(keep))(torch.ones(1, 3, 4, 4), None)
+    assert not isinstance(kept, ContextVar) or kept.get() is None
 
 
 _TABLES, _PARTS, _ROWS, _RING = {}, {"of": {}}, [None, "other"], None

@@ -8,6 +8,7 @@ op in a plan but several in PyTorch are recorded as one (`functions`).
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
+from contextvars import copy_context
 from typing import Any
 
 import torch
@@ -60,13 +61,15 @@ def record(
     run = _uncompiled if "torch._dynamo" in sys.modules else _record
     call = module, args, kwargs, forward or module, earlier
     by_device, drawn = casts(), states()
+    context = copy_context()  # in whose variables no tensor without numbers is left
     try:
-        found = run(*call, by_device)
+        found = context.run(run, *call, by_device)
     except ByDevice:
-        by_device = True
-        found = run(*call, by_device)
+        by_device, context = True, copy_context()
+        found = context.run(run, *call, by_device)
     if states() != drawn:  # this thread may have drawn, or another
-        found = run(*call, by_device, draws=False)
+        context = copy_context()
+        found = context.run(run, *call, by_device, draws=False)
     refuse_shown(found)
     return found
 
