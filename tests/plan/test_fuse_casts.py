@@ -196,3 +196,38 @@ def test_parts_of_gradients_of_weights_are_float32_from_the_start():
     for a, b in zip(grads, rounded, strict=True):
         assert a.dtype == torch.float32 and (a - b).norm() <= 2**-8 * b.norm()
     assert any(not torch.equal(a, b) for a, b in zip(grads, rounded, strict=True))
+
+
+class Modulated(nn.Module):
+    """Norms with scales and shifts of one embedding, which are widened for them."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.GroupNorm(2, 8) for _ in range(layers))
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(layers))
+        self.films = nn.ModuleList(nn.Linear(1, 16) for _ in range(layers))
+        self.stem = nn.Conv2d(3, 8, 1)
+
+    def forward(self, x, t):
+        h, emb = self.stem(x), t[:, None] / 1000
+        for norm, conv, film in zip(self.norms, self.convs, self.films, strict=True):
+            rows = film(emb)[..., None, None].chunk(2, dim=1)
+            scale, shift = (part.float() for part in rows)
+            h = h + conv(F.silu(norm(h.float()) * (1 + scale) + shift))
+        return h
+
+
+def test_scales_and_shifts_are_read_as_they_are_and_their_gradients_cast_together():
+    torch.manual_seed(0)
+    module = Modulated()
+    planned, results = made(module, ARGS)
+    with leaving_out("gradients of an embedding side by side"):
+        before, expected = made(module, ARGS)
+    assert same(results, expected)
+    film = [n.inputs[r] for n in planned.graph.nodes for r in ("scale", "shift") if r in n.inputs]
+    assert len(film) > 6 and {v.dtype for v in film} == {torch.bfloat16}
+    backward = planned.graph.nodes[planned.backward.start :]
+    (cat,) = (node for node in backward if node.op == "cat")
+    assert cat.out.shape == (2, 48) and len(cat.inputs) == 6
+    assert {v.dtype for v in cat.values} == {torch.float32}
+    assert before.graph.count()["cat"] == planned.graph.count()["cat"] + 3

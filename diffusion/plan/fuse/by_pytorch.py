@@ -3,11 +3,12 @@ own, because its kernels read and write any type and any steps through memory.""
 
 import torch
 
-from ..graph import Node, Value
+from ..graph import Node, Value, numbered
 from .rewrite import NOT_IN_A_STEP, Fusing, Row
 
 # of rows that lie apart
 _READERS = ("act", "add", "affine", "cast", "cat", "columns", "mul", "slice", "sum")
+_OF_EMBEDDING = ("norm_backward", "norm_grad_table", "skip_backward")  # which have gradients of it
 _ROWS = ("emb", "scale", "shift")  # one for each image, which our kernels read so, too
 
 
@@ -35,6 +36,47 @@ def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
     cat.inputs = {role: parts[part] for role, part in cat.inputs.items()}
     f.write(cat, node.out, node)
     return node.out
+
+
+def side_by_side(f: Fusing, node: Node) -> Value | None:
+    """Concatenations of concatenations are one; gradients of scales and shifts, which a norm's
+    kernels make in float32, are cast behind it, all at once"""
+
+    def is_inner(cat: Node | None) -> bool:
+        reader = None if cat is None else f.reader(cat.out, "cat")
+        return reader is not None and _kind(reader) == _kind(cat)
+
+    def parts_of(cat: Node) -> list[Value]:
+        found = []
+        for part in cat.many("x"):
+            maker = f.maker(part, "cat")
+            found += parts_of(maker) if is_inner(maker) else [part]
+        return found
+
+    if is_inner(node):
+        return None
+    parts = parts_of(node)
+    made = [f.uncast(part) for part in parts]
+    low = node.out.dtype != node.out.exact and all(
+        f.maker(x, *_OF_EMBEDDING) and f.reader(x, "cat", "cast") and f.reader(part, "cat")
+        for x, part in zip(made, parts, strict=True)
+    )
+    if not low and len(parts) == len(node.inputs):
+        return None
+    node.inputs = numbered("x", made if low else parts)
+    f.take(node)
+    if low:
+        for x in made:
+            x.dtype = x.exact
+        spec = {"y": (node.out.shape, node.out.exact)}
+        together = f.insert(node, "cat", node.inputs, spec, **node.attrs).out
+        node.op, node.inputs, node.attrs = "cast", {"x": together}, {}
+        f.take(node)
+    return node.out
+
+
+def _kind(cat: Node) -> tuple:
+    return cat.attrs["axis"], cat.out.dtype
 
 
 def _in_type(f: Fusing, part: Value, dtype: torch.dtype) -> Value:

@@ -5,7 +5,8 @@ from ..graph import Node, Value
 from .rewrite import NOT_IN_A_STEP, Fusing, Row
 
 # what is read so, by op; images of a norm in forward are of one type
-_PARAMETERS = dict.fromkeys(("norm", "norm_table", "norm_grad_table"), ("scale", "shift"))
+_OF_NORM = "norm", "norm_table", "norm_grad_table", "norm_backward"
+_PARAMETERS = dict.fromkeys(_OF_NORM, ("scale", "shift"))
 _GRADIENTS = {
     "norm_act_grad": ("da",),
     "norm_dx": ("dz", "add1", "add1_second", "add2"),
