@@ -9,7 +9,7 @@ not among them: a call reads them anew.
 
 import sys
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator, KeysView, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,13 +25,14 @@ from torch import Tensor, nn
 from .record.contents import LARGE, contents, hidden_in
 from .record.files import is_theirs
 from .record.recording import Recording
-from .record.variables import names_in, variables_of
+from .record.variables import Code, names_in, variables_of
 from .trees import state_of, version_of
 
 _NOTHING = object()  # where no instance has the name: a method of the class, for example
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 # and Python's modules, such as a backend's kernels, which hold thousands of names
 _FIXED = (*_SIMPLE, type, FunctionType, MethodType, BuiltinFunctionType, nn.Module, ModuleType)
+_LOOKED_INTO = (list, tuple, set, dict, OrderedDict)
 _NOT_NOTED = frozenset(["__dict__", "__class__", "_parameters", "_buffers"])
 _ONE = threading.Lock()  # thread at a time
 Names = dict[tuple[int, str], nn.Module | None]  # None: written before it was read
@@ -103,30 +104,50 @@ class Reads:
         for (_, name), at in of_classes.items():
             self._note(at, name)
         values += (at[name] for (_, name), at in of_classes.items())
-        for at, name, whole in _variables_of(recording, values) if recording else ():
-            values.append(at.get(name))
-            if not whole:
-                self.equal.append((at, name, at.get(name)))
-            elif _is_plain(at.get(name)):
-                self._note(at, name)
         if recording:
-            self._note_around(values, names_in(recording.code), recording.left.keys())
+            given = [x for x in recording.inputs if not isinstance(x, Tensor)]
+            for x in filter(callable, given):  # whose state is in no call's key
+                self._note({"": x}, "")
+            self._note_variables(recording, [*values, *given])
         shared: dict[tuple[int, int], Any] = {}
         self.inner = [(at, name, _frozen(x, shared)) for at, name, x in self.inner]
 
-    def _note_around(self, rest: list[Any], named: set[str], left: KeysView) -> None:
-        """What objects have of their classes, and what the object of a method has, if the code
-        names it."""
-        seen: dict[int, Any] = {}
+    def _note_variables(self, recording: Recording, values: list[Any]) -> None:
+        """Those that the code names, of its files and of functions that values are, or have."""
+        named, left = names_in(recording.code), recording.left.keys()
+        code, seen = recording.code, {}
+        while values:
+            functions = self._note_around(values, seen, named, left)
+            values = []
+            for at, name, whole in _variables_of(recording, code, functions):
+                values.append(at.get(name))
+                if not whole:
+                    self.equal.append((at, name, at.get(name)))
+                elif _is_plain(at.get(name)):
+                    self._note(at, name)
+            code = {}
+
+    def _note_around(
+        self, rest: list[Any], seen: dict[int, Any], named: set[str], left: KeysView
+    ) -> list[FunctionType]:
+        """What objects have, also of their classes, as those of methods, if the code names it.
+        Returns functions that are met."""
+        functions = []
         while rest:
             x = rest.pop()
             if id(x) in seen or isinstance(x, (*_SIMPLE, Tensor, nn.Module, ModuleType)):
                 continue
             seen[id(x)] = x
-            if type(x) in (list, tuple, set, dict):  # others may refuse to be looked into
-                rest += (x.values() if type(x) is dict else x) if len(x) <= LARGE else ()
+            if isinstance(x, FunctionType):
+                functions.append(x)
+                continue
+            if type(x) in _LOOKED_INTO:  # others may refuse to be
+                inner = x.values() if isinstance(x, dict) else x
+                rest += inner if len(x) <= LARGE else ()
                 continue
             of = x.__self__ if isinstance(x, MethodType) else x
+            if of is not x:
+                rest.append(x.__func__)
             kinds = of.__mro__ if isinstance(of, type) else type(of).__mro__
             ours = [kind for kind in kinds if is_theirs(kind.__module__)]
             if isinstance(x, partial | ContextVar) or _is_record(x):
@@ -134,7 +155,7 @@ class Reads:
             if nn.Module in kinds or not ours:
                 continue
             owners = {id(kind): vars(kind) for kind in ours}
-            if of is not x and hasattr(of, "__dict__") and not isinstance(of, type):
+            if hasattr(of, "__dict__") and not isinstance(of, type):
                 owners[id(vars(of))] = vars(of)
             asked = named.intersection(chain.from_iterable(owners.values()))
             for owner, at in owners.items():
@@ -143,6 +164,7 @@ class Reads:
                         self._note(at, name)
                         rest.append(at.get(name))
             rest += (y for name, y in _state(of).items() if name in named)
+        return functions
 
     def _note(self, at: Mapping, name: str) -> None:
         x = at.get(name, _NOTHING)
@@ -173,9 +195,11 @@ class Reads:
         return {name for part, name in self.missing if part is module}
 
 
-def _variables_of(recording: Recording, values: list[Any]) -> Iterator[tuple[Mapping, str, bool]]:
-    """Those that the forward pass does not change itself (`kept`); values may be functions."""
-    for at, name, whole in variables_of(recording.code, values):
+def _variables_of(
+    recording: Recording, code: Code, functions: list[FunctionType]
+) -> Iterator[tuple[Mapping, str, bool]]:
+    """Those that the forward pass does not change itself (`kept`)."""
+    for at, name, whole in variables_of(code, functions):
         x, cell = at.get(name), dict.get(at, name) if isinstance(at, dict) else None
         changed = {(id(at), name), (id(x), None), (id(cell), None)}
         if changed.isdisjoint(recording.left):

@@ -448,6 +448,8 @@ def test_refusals_say_why():
         fast(x.to_sparse())
     with pytest.raises(PlanError, match="an argument is of ndarray"):
         accelerate(Of(lambda y, t: y))(x, np.ones(3))
+    with pytest.raises(PlanError, match="argument is a list_iterator, of which each call takes"):
+        accelerate(Of(lambda y, t: y * next(t)))(x, iter([1.0, 2.0]))
     with pytest.raises(PlanError, match="torch.func cannot transform a plan"):
         torch.func.jvp(fast, (x,), (x,))
     for gradient in (

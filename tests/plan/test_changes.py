@@ -275,6 +275,62 @@ def test_what_changes_in_closures_counts(patch, what):
     torch.testing.assert_close(fast(x, None), module(x, None))
 
 
+class Controller:
+    """As tools that steer a network have one, whose method is a hook of it."""
+
+    gain, shift = 1.0, 0.0
+
+    def hook(self, part, given, y):
+        return y * self.gain
+
+    def __call__(self, y):
+        return y * self.gain
+
+
+def _with_a_closure(controller):
+    return lambda y: y * controller.gain
+
+
+GIVEN = {
+    "a closure": _with_a_closure,
+    "a method": lambda controller: functools.partial(controller.hook, None, None),
+    "an object that is called": lambda controller: controller,
+}
+
+
+@pytest.mark.parametrize("what", GIVEN)
+@pytest.mark.parametrize("of_class", [False, True])
+def test_what_changes_in_arguments_counts(what, of_class, monkeypatch):
+    """Functions that a call is given, such as those of a guidance."""
+    net, x, controller = Does(lambda net, y, f: f(y)), torch.randn(1, 3, 4, 4), Controller()
+    fast, function = accelerate(net), GIVEN[what](controller)
+    before, plan = fast(x, function), fast.plan_of((x, function), {})[0]
+    assert fast.plan_of((x, function), {})[0] is plan
+    monkeypatch.setattr(Controller if of_class else controller, "gain", 3.0)
+    assert (net(x, function) - before).abs().max() > 1e-3
+    torch.testing.assert_close(fast(x, function), net(x, function))
+
+
+HOOKS = {
+    "a method": lambda controller: controller.hook,
+    "a closure": lambda controller: lambda part, given, y: y * controller.gain,
+    "a partial function": lambda controller: functools.partial(Controller.hook, controller),
+}
+
+
+@pytest.mark.parametrize("what", HOOKS)
+def test_what_changes_in_hooks_counts(what):
+    """What they know of an object that says how much to do, as those that steer a network."""
+    net, x, controller = Does(lambda net, y, given: y), torch.randn(1, 3, 4, 4), Controller()
+    net.layer.register_forward_hook(HOOKS[what](controller))
+    fast = accelerate(net)
+    before, plan = fast(x, None), fast.plan_of((x, None), {})[0]
+    assert fast.plan_of((x, None), {})[0] is plan
+    controller.gain = 3.0
+    assert (net(x, None) - before).abs().max() > 1e-3
+    torch.testing.assert_close(fast(x, None), net(x, None))
+
+
 def test_variables_that_are_called_as_attributes_need_no_other_plan(monkeypatch):
     """As those of a script's steps are, in the file in which its network is; or what else is in an
     object, such as its step."""

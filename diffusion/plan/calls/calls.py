@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -216,6 +216,8 @@ def _device(module: nn.Module, call: tuple) -> torch.device:
 def _hashable(x: Any) -> Any:
     """An argument that is no tensor, and the state of an object that may change."""
     name = type(x).__name__
+    if isinstance(x, Iterator):
+        raise PlanError(f"an argument is a {name}, of which each call takes others; give a list")
     if holds_tensors(x):
         raise PlanError(f"an argument is a {name} with tensors in it; give tensors or dataclasses")
     try:
