@@ -231,3 +231,30 @@ def test_scales_and_shifts_are_read_as_they_are_and_their_gradients_cast_togethe
     assert cat.out.shape == (2, 48) and len(cat.inputs) == 6
     assert {v.dtype for v in cat.values} == {torch.float32}
     assert before.graph.count()["cat"] == planned.graph.count()["cat"] + 3
+
+
+class Behind(nn.Module):
+    """A scale and a shift behind the activation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+        self.norm, self.films = nn.GroupNorm(2, 8), nn.ModuleList(nn.Linear(1, 16) for _ in "12")
+
+    def forward(self, x, t):
+        h = self.first(x)
+        for film in self.films:
+            scale, shift = film(t[:, None])[..., None, None].chunk(2, dim=1)
+            h = self.last(scale * F.mish(self.norm(h)) + shift)
+        return h
+
+
+def test_parts_are_read_where_they_lie_as_rows_of_another_shape():
+    torch.manual_seed(0)
+    module = Behind()
+    planned, results = made(module, ARGS)
+    with leaving_out("parts read where they lie"):
+        before, expected = made(module, ARGS)
+    assert same(results, expected)
+    now, was = (p.graph.count() for p in (planned, before))
+    assert now["columns"] == was["slice"] - now["slice"] == 6

@@ -9,7 +9,7 @@ from .rewrite import NOT_IN_A_STEP, Fusing, Row
 # of rows that lie apart
 _READERS = ("act", "add", "affine", "cast", "cat", "columns", "mul", "slice", "sum")
 _OF_EMBEDDING = ("norm_backward", "norm_grad_table", "skip_backward")  # which have gradients of it
-_ROWS = ("emb", "scale", "shift")  # one for each image, which our kernels read so, too
+_ROWS = {"emb", "scale", "shift"}  # one for each image, which our kernels read so, too
 
 
 def cast_of_parts(f: Fusing, node: Node) -> Value | None:
@@ -115,20 +115,23 @@ def _copy_as_it_is_read(f: Fusing, node: Node) -> Value | None:
 
 def _part_where_it_lies(f: Fusing, node: Node) -> Value | None:
     """Channels that PyTorch alone reads, or rows of an embedding, are no copy"""
-    readers = f.readers(node.out)
-    if node.attrs["axis"] != len(node.out.shape) - 1:
-        return None
-    if any(reader is None or not _reads_apart(reader, node.out) for reader in readers):
+    if node.attrs["axis"] != len(node.out.shape) - 1 or not _is_read_apart(f, node.out):
         return None
     node.op, node.attrs = "columns", {end: node.attrs[end] for end in ("start", "stop")}
     f.take(node)
     return node.out
 
 
-def _reads_apart(node: Node, value: Value) -> bool:
-    """Whether a node reads rows of a value that lie apart."""
-    roles = [role for role, v in node.inputs.items() if v is value]
-    return node.op in _READERS or len(value.shape) == 2 and set(roles) <= set(_ROWS)
+def _is_read_apart(f: Fusing, value: Value) -> bool:
+    """Whether all that read a value read rows that lie apart."""
+    return all(r is not None and _reads_apart(f, r, value) for r in f.readers(value))
+
+
+def _reads_apart(f: Fusing, node: Node, value: Value) -> bool:
+    if node.op == "reshape" and node.out.shape[-1] == value.shape[-1]:
+        return _is_read_apart(f, node.out)
+    roles = {role for role, v in node.inputs.items() if v is value}
+    return node.op in _READERS or len(value.shape) == 2 and roles <= _ROWS
 
 
 def attention_without_kernels(f: Fusing, node: Node) -> Value | None:
