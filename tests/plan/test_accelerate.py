@@ -141,7 +141,8 @@ def test_a_number_that_diffusers_rounds_is_no_tensor():
     module, (x, _), _ = network("diffusers: as diffusers trains")
     fast = accelerate(module)
     with torch.no_grad():
-        for t in (7.5, 7, 900.25):
+        # also behind a tensor, as diffusers' schedulers give
+        for t in (torch.tensor(7.5), 7.5, 7, torch.tensor(7), 8, 900.25):
             assert close(fast(x, t).sample, module(x, t).sample), t
 
 

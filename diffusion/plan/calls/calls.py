@@ -102,13 +102,16 @@ class Calls:
         leaves, spec = flatten((args, kwargs))
         device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
         numbers = [torch.tensor(x, device=device) if type(x) in (int, float) else x for x in leaves]
-        as_tensors, key = pytree.tree_unflatten(numbers, spec), self._key(numbers, spec)
+        as_tensors = pytree.tree_unflatten(numbers, spec)
+        # a plan of tensors is that of numbers only where both have been compared
+        which = tuple(type(x) for x, y in zip(leaves, numbers, strict=True) if x is not y)
+        key = self._key(numbers, spec), which
         made = self._found(key)
         if made is not None:
             return made, *as_tensors
-        if all(a is b for a, b in zip(leaves, numbers, strict=True)):
+        if not which:
             return self._new_plan(module, key, as_tensors), *as_tensors
-        given, fixed = pytree.tree_unflatten(leaves, spec), self._key(leaves, spec)
+        given, fixed = pytree.tree_unflatten(leaves, spec), (self._key(leaves, spec), ())
         made = self._found(fixed)
         if made is None:
             made = self._with_tensors(module, key, (args, kwargs), as_tensors)
