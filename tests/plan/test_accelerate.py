@@ -122,7 +122,9 @@ def test_another_timestep_needs_no_other_plan():
     with torch.no_grad():
         for t in (0, 5, 999):
             assert close(fast(x, t).sample, module(x, t).sample)
-        assert plans_of(fast, (x, 0), (x, 5), (x, 999)) == 1
+        for kind in (int, np.int64):
+            assert plans_of(fast, *((x, kind(t)) for t in (0, 5, 999))) == 1
+        assert close(fast(x, np.int64(7)).sample, module(x, 7).sample)
 
 
 class Of(nn.Module):

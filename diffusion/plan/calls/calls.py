@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -101,7 +102,7 @@ class Calls:
     ) -> tuple[Plan, tuple, dict]:
         leaves, spec = flatten((args, kwargs))
         device = next((x.device for x in leaves if isinstance(x, Tensor)), torch.device("cpu"))
-        numbers = [torch.tensor(x, device=device) if type(x) in (int, float) else x for x in leaves]
+        numbers = [torch.tensor(x, device=device) if _is_number(x) else x for x in leaves]
         as_tensors = pytree.tree_unflatten(numbers, spec)
         # a plan of tensors is that of numbers only where both have been compared
         which = tuple(type(x) for x, y in zip(leaves, numbers, strict=True) if x is not y)
@@ -207,6 +208,10 @@ class Calls:
         flags = torch.backends.cudnn.conv, torch.backends.cuda.matmul
         convs, others = (flag.fp32_precision == "tf32" for flag in flags)
         return (all(ours), all(ours)) if ours else (convs, others)
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float) or isinstance(x, np.number)
 
 
 def _device(module: nn.Module, call: tuple) -> torch.device:
