@@ -32,7 +32,8 @@ def cat_as_it_is_read(f: Fusing, node: Node) -> Value | None:
     cat = f.maker(node.inputs["x"], "cat")
     if cat is None or f.reader(cat.out, "cast") is not node or not node.casts_floats:
         return None
-    parts = {part: _in_type(f, part, node.out.dtype) for part in {*cat.inputs.values()}}
+    each = dict.fromkeys(cat.inputs.values())
+    parts = {part: _in_type(f, part, node.out.dtype) for part in each}
     cat.inputs = {role: parts[part] for role, part in cat.inputs.items()}
     f.write(cat, node.out, node)
     return node.out
