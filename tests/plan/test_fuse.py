@@ -20,6 +20,8 @@ from diffusion.plan.fuse.forward import FORWARD_ROWS
 from diffusion.plan.fuse.preparing import PREPARING
 from diffusion.plan.fuse.rewrite import Fusing
 from diffusion.plan.fuse.rows import leaving_out
+from diffusion.plan.graph import Node
+from diffusion.plan.launch.table import LAUNCHES, launch_reference
 from diffusion.plan.ops import WEIGHT_GRADS
 from diffusion.plan.schedule.moves import nodes_of
 from diffusion.runtime.backend import TORCH_FP32
@@ -656,3 +658,10 @@ def test_halves_of_filters_lie_as_products_read_them(monkeypatch):
         found.append([parameter.grad for parameter in network.parameters()])
     torch.testing.assert_close(found[1], found[0])
     assert not reordered
+
+
+def test_rows_of_some_channels_are_copied_in_the_order_of_images():
+    images = torch.randn(2, 6, 5, 8)[..., 2:6]  # as parts of channels are read where they lie
+    part = Node("slice", {}, {}, {"axis": 1, "start": 1, "stop": 4})
+    made = LAUNCHES["slice"](launch_reference, part, {"x": images})
+    assert made.is_contiguous() and torch.equal(made, images[:, 1:4])

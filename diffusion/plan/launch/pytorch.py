@@ -59,7 +59,8 @@ def _cat(run, node, given):
 def _slice(run, node, given):
     a, x = node.attrs, given["x"]
     part = x.narrow(a["axis"], a["start"], a["stop"] - a["start"])
-    if x.ndim == 4 and not x.is_contiguous():  # filters: kernels read them in channels_last memory
+    last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    if last and not x.is_contiguous():  # filters, as kernels read them
         return part.contiguous(memory_format=torch.channels_last)
     return part.contiguous()
 
