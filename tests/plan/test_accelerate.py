@@ -169,6 +169,18 @@ def test_numbers_are_tensors_where_the_module_does_the_same(function, plans):
     assert plans_of(fast, (x, 0.1), (x, 0.3), (x, 0.7)) == plans
 
 
+@pytest.mark.parametrize("alike", [True, False])
+def test_many_plans_of_numbers_are_said_once(alike, caplog):
+    fast = accelerate(Of(lambda y, t: y * t if alike else y * {0: 5.0}.get(t, 7.0)))
+    with torch.no_grad():
+        for t in range(18):
+            fast(torch.ones(1, 3, 2, 2), t)
+    said = [
+        record.message for record in caplog.records if "each number needs a plan" in record.message
+    ]
+    assert len(said) == (0 if alike else 1)
+
+
 def test_a_number_keeps_its_digits_in_float64():
     """As a tensor it would be of float32."""
     module, x = Of(lambda y, t: y * t).double(), torch.randn(2, 3, 4, 4).double()

@@ -36,6 +36,11 @@ log = logging.getLogger(__name__)
 _MODULES = threading.RLock()
 
 _KEPT = 8  # plans of calls that differ in the module's attributes alone
+_MANY = 16  # plans of calls with numbers that cannot be tensors, after which the log says so
+_ONE_EACH = (
+    "%s treats a number among its arguments differently from a tensor, so each number needs a plan"
+    " of its own (%d so far), which takes a second or more to make; give it a tensor if you can"
+)
 
 
 class Calls:
@@ -59,6 +64,7 @@ class Calls:
         # names of the module that it does not have, which its forward pass may ask for
         self.asked: set[str] = set()
         self._apart: set[tuple] = set()  # of calls whose numbers cannot be tensors
+        self._of_numbers = 0  # plans that are of these
         self._states = ModuleStates()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,6 +125,9 @@ class Calls:
             if made is not None:
                 return made, *as_tensors
             made = self._new_plan(module, fixed, (args, kwargs))
+            self._of_numbers += 1
+            if self._of_numbers == _MANY:
+                log.warning(_ONE_EACH, type(module).__name__, _MANY)
         return made, *given
 
     def _found(self, key: tuple) -> Plan | None:
