@@ -17,6 +17,7 @@ Exit code 1 if a gradient of ours was wrong or a provider failed.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from benchmarks import harness, policy, stopwatch
 from benchmarks.baseline_unet1d import ConditionalUnet1D
 from benchmarks.harness import Row
 from benchmarks.papers import in_turns
-from benchmarks.steps import Step, fused_adamw, step_of
+from benchmarks.steps import Step, captured, fused_adamw, step_of
 from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.models.flat_parameters import FlatParameters
@@ -44,7 +45,7 @@ from diffusion.training.train_step import TrainStep
 DEFAULTS = {"batch": (64, 256), "precision": "bf16", "providers": (), "out": ""}
 _OURS = {"plan": TrainingNetwork, "layers": lambda model: model.forward_nhwc}
 PROVIDERS = (*_OURS, "compile", "compile-channels-last")
-_CHUNKS, _TIMESTEPS, _LR, _WARM_UP = 2048, 100, 1e-4, 4
+_CHUNKS, _TIMESTEPS, _LR = 2048, 100, 1e-4
 
 
 class DenoisingLoss(nn.Module):
@@ -131,12 +132,7 @@ def our_step(provider: str, backend: Backend, batch: int, device: torch.device) 
         flip=False,
     )
 
-    def captured() -> Callable[[int], object]:
-        for k in range(_WARM_UP):  # it captures itself, after a few steps
-            step(k)
-        return step
-
-    return Step(step, captured, step.release)
+    return Step(step, partial(captured, step), step.release)
 
 
 def pytorch_step(

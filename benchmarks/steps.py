@@ -8,7 +8,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -211,13 +211,16 @@ def our_step(
     options = {"seed": 0, "steps": 10**6, "accumulate": accumulate}
     step = TrainStep(*parts, **options)
 
-    def captured() -> Callable[[int], Any]:
-        for k in range(_WARM_UP):  # it captures itself, after a few steps
-            step(k)
-        return step
-
     planned = isinstance(parts[0], TrainingUNet)
-    return Step(TrainStep(*parts, **options, capture=False), captured, step.release, planned)
+    plain = TrainStep(*parts, **options, capture=False)
+    return Step(plain, partial(captured, step), step.release, planned)
+
+
+def captured(step: TrainStep) -> TrainStep:
+    """The step, once it has captured itself, after a few steps."""
+    for k in range(_WARM_UP):
+        step(k)
+    return step
 
 
 def _same_batch(images: Images, classes: int | None, batch: int, device: torch.device) -> Draw:

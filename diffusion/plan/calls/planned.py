@@ -135,7 +135,8 @@ class Planned(torch.autograd.Function):
             there = [i for i in range(len(graph.inputs), len(found)) if found[i] is not None]
             there = [i for i in there if not _has_hooks(tensors[i])]
             ctx.add([tensors[i] for i in there], [found[i] for i in there])
-            found = [None if i in there else x for i, x in enumerate(found)]
+            for i in there:
+                found[i] = None
         return *[None] * 5, *found
 
 
