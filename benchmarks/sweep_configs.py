@@ -12,12 +12,14 @@ layers of models that people train.
            norm_apply,norm_backward,norm_of_sums   (`benchmarks.sweep_norms`)
            channel_norm,channel_norm_bwd           (`benchmarks.sweep_channel_norms`)
            weight_grads         of 1x1 filters, in groups
+           conv2d,conv2d_dgrad  with a bias at most
            tf32,fp32            weight gradients in these types
            forward_tf32,input_grad_tf32
            split_tf32,split_fp32
            cross_attention,cross_attention_grad
-    layers=mixed,small,exact,wide,pointwise,odd,halves,few_tiles,narrow,narrow_odd   of forward and
-                        both gradients, also in TF32 and float32: which of `sweep_layers.LAYERS`
+    layers=mixed,small,exact,wide,pointwise,odd,halves,few_tiles,chunks,narrow,narrow_odd   of
+                        forward and both gradients, also in TF32 and float32: which of
+                        `sweep_layers.LAYERS`
 
 It is what the cost models are fitted to (`benchmarks.fit_costs`). Layers come in random order, each
 with all of its configurations, and lines are written as they are found: a run that its time cuts
@@ -61,6 +63,9 @@ from triton_kernels.attention.tiles import (
     fwd_config,
     sums,
 )
+from triton_kernels.conv import forward
+from triton_kernels.conv.configs import ConvOperands
+from triton_kernels.conv.conv2d import conv2d_input_grad
 from triton_kernels.conv.few import CONV_FEW
 from triton_kernels.conv.fused import FORWARD, INPUT_GRAD, conv_forward, conv_input_grad
 from triton_kernels.conv.skip_dx import SKIP_DX, skip_dx
@@ -92,6 +97,7 @@ DEFAULTS = {
 }
 OPS = {"forward": FORWARD, "input_grad": INPUT_GRAD, "weight_grad": WEIGHT_GRAD}
 OPS |= {name: OPS[of] for name, of in OF_TF32.items()}
+OPS |= {"conv2d": forward.FORWARD, "conv2d_dgrad": forward.INPUT_GRAD}
 OPS |= {name: CONV_FEW if name == "few" else CONV_SPLIT for name in OF_FEW}
 OPS |= {"attention": ATTENTION, "attention_grad": ATTENTION_GRAD}
 OPS |= {"cross_attention": CROSS_ATTENTION, "cross_attention_grad": CROSS_ATTENTION_GRAD}
@@ -169,6 +175,10 @@ def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor
         table = torch.ones((n, 4, ci), device=device)
         given = {"inputs": x, "table": table, "activation": spec.activation}
         return lambda c: conv_input_grad(dy, weight, **given, config=c)[0]
+    if op is forward.FORWARD:
+        return lambda c: _plain(x, weight, c)
+    if op is forward.INPUT_GRAD:
+        return lambda c: conv2d_input_grad(dy, weight, (h, w), 1, spec.padding, config=c)
     out = torch.empty((co, spec.r, spec.s, ci), device=device).permute(0, 3, 1, 2)
 
     def weight_grad(c: tuple) -> Tensor:
@@ -177,6 +187,14 @@ def runner(op: Op, spec: Spec, device: torch.device) -> Callable[[tuple], Tensor
         return out.permute(0, 2, 3, 1)
 
     return weight_grad
+
+
+def _plain(x: Tensor, weight: Tensor, config: tuple) -> Tensor:
+    (*shape, _), (co, _, r, s) = x.shape, weight.shape
+    y, padding = x.new_empty((*shape, co)), (r // 2, s // 2)
+    operands = ConvOperands(x, weight, None, y, 1, padding, "tf32", dgrad=False)
+    forward.launch(operands, config)
+    return y
 
 
 def _group_runner(spec: WeightGradsSpec, device: torch.device) -> Callable[[tuple], Tensor]:

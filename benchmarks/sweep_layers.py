@@ -8,12 +8,13 @@ from benchmarks import sweep_channel_norms, sweep_norms
 from triton_kernels.registry.spec import AttentionSpec, ConvSpec, Spec, WeightGradsSpec
 
 # names of passes: of evaluations of few images, of attention, of weight gradients in 32 bits, of
-# other passes in TF32
+# other passes in TF32; of convolutions with a bias at most
 OF_FEW = ("split", "few", "split_tf32", "split_fp32")
 OF_ATTENTION = ("attention", "attention_grad")
 OF_CROSS_ATTENTION = ("cross_attention", "cross_attention_grad")
 OF_32_BITS = ("tf32", "fp32")
 OF_TF32 = {f"{name}_tf32": name for name in ("forward", "input_grad")}
+PLAIN = ("conv2d", "conv2d_dgrad")
 
 # (rows and columns, channels of x and of y, side of the filter, batches)
 LAYERS = {
@@ -144,6 +145,23 @@ LAYERS = {
         (24, 448, 448, 3, (4,)),
         (12, 640, 640, 3, (8,)),
         (20, 320, 320, 3, (8,)),
+    ),
+    "chunks": (  # rows of pixels: chunks of actions, and samples of linear layers
+        (16, 256, 256, 5, (16, 64, 256)),
+        (8, 256, 512, 5, (64,)),
+        (8, 512, 512, 5, (16, 64, 256)),
+        (4, 512, 1024, 5, (64,)),
+        (4, 1024, 1024, 5, (8, 64, 256)),
+        (4, 2048, 512, 5, (64,)),
+        (4, 512, 512, 5, (32, 64)),
+        (8, 1024, 256, 5, (64,)),
+        (8, 256, 256, 5, (64,)),
+        (24, 384, 384, 3, (32,)),
+        (6, 768, 768, 3, (64,)),
+        (8, 512, 512, 1, (64,)),
+        (64, 1024, 256, 1, (1,)),
+        (256, 2048, 512, 1, (1,)),
+        (64, 8192, 272, 1, (1,)),
     ),
     "narrow": (  # images, and what is made of them, in padded channels
         (64, 16, 64, 3, (1, 4, 16, 32, 128)),
@@ -318,13 +336,15 @@ def specs(passes: Sequence[str], layers: Sequence[str]) -> list[tuple[str, Spec]
     for group, (side, ci, co, r, batches) in ((g, layer) for g in layers for layer in LAYERS[g]):
         normed = not group.startswith("narrow") or co > 16  # no norm reads what a network returns
         for n in batches:
-            given = {"n": n, "dtype": "bf16", "h": side, "w": side, "r": r, "s": r}
+            rows, taps = (1, 1) if group == "chunks" else (side, r)
+            given = {"n": n, "dtype": "bf16", "h": rows, "w": side, "r": taps, "s": r}
             of_filters = {"filters": (co, ci)}
             forward = ConvSpec(k=ci, c=co, stats=normed, **given, **of_filters)
             grad = ConvSpec(k=co, c=ci, first=ci, activation="silu", **given, **of_filters)
-            sizes = {"p": side, "q": side, "padding": (r // 2, r // 2)}
+            sizes = {"p": rows, "q": side, "padding": (taps // 2, r // 2)}
             weight = ConvSpec(k=ci, c=co, **given, **of_filters, **sizes)
             named = {"forward": forward, "input_grad": grad, "weight_grad": weight}
+            named |= {"conv2d": weight, "conv2d_dgrad": replace(weight, k=co, c=ci)}
             named |= {dtype: replace(weight, dtype=dtype) for dtype in OF_32_BITS}
             named |= {each: replace(named[of], dtype="tf32") for each, of in OF_TF32.items()}
             found += [(name, named[name]) for name in passes if name in named]

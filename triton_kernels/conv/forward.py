@@ -19,7 +19,7 @@ from .configs import ConvOperands
 from .hopper import linear_mma
 from .hopper.tiles import tile_mma
 from .hopper.unfused import unfused_1x1
-from .plain import gather, im2col_fwd, linear_tf32x3, tf32x3
+from .plain import gather, im2col_fwd, linear_tf32x3, split_tiles, tf32x3
 from .plain.by_tma import tma, tma_stride
 from .plain.pointers import pointer
 from .plain.transpose_weights import transpose_weights
@@ -32,6 +32,7 @@ FORWARD = Op(
     key=_KEY,
     kernels=(
         tma.FORWARD,
+        split_tiles.row(tma.FORWARD.refuse, tma.launch),
         tile_mma.PLAIN_FORWARD,
         *unfused_1x1.FORWARD,
         linear_mma.PLAIN,
@@ -64,6 +65,7 @@ INPUT_GRAD = Op(
     key=_KEY,
     kernels=(
         tma.INPUT_GRAD,
+        split_tiles.row(tma.INPUT_GRAD.refuse, tma.launch),
         tile_mma.PLAIN_INPUT_GRAD,
         *unfused_1x1.INPUT_GRAD,
         linear_mma.PLAIN,

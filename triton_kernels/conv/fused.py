@@ -48,6 +48,7 @@ FORWARD = Op(
     key=("h", "w", "k", "c", "r", "s", "dtype", "residual", "extras", "stats"),
     kernels=(
         fused_launch.FORWARD,
+        fused_launch.SPLIT_FORWARD,
         pointer.FORWARD,
         stationary_weights.KERNEL,
         tile_mma.KERNEL,
@@ -60,6 +61,7 @@ INPUT_GRAD = Op(
     key=("h", "w", "k", "c", "first", "r", "s", "dtype", "activation"),
     kernels=(
         fused_launch.INPUT_GRAD,
+        fused_launch.SPLIT_INPUT_GRAD,
         pointer.INPUT_GRAD,
         stationary_weights.KERNEL,
         tile_mma.KERNEL,

@@ -153,9 +153,16 @@ def name(kernel: str, fields: tuple[str, ...], spec: Spec, config: tuple) -> str
     return " ".join([kernel, *(f"{field}={value}" for field, value in values.items()), *wide])
 
 
-def microseconds(fitted: tuple[float, ...], work: Work, gpu: Device) -> float:
-    """With the parameters of a kernel."""
-    return sum(p * term for p, term in zip(fitted, terms(work, gpu), strict=True))
+def microseconds(fitted: tuple[float, ...], work: Work, gpu: Device, step: float = 0.0) -> float:
+    """With the parameters of a kernel, and what a step of its programs takes at least."""
+    alone = fitted[0] + step * work.steps * math.ceil(work.tiles / (gpu.num_sms * work.resident))
+    return max(alone, sum(p * term for p, term in zip(fitted, terms(work, gpu), strict=True)))
+
+
+def step_of(kernel: str, arch: int) -> float:
+    """Microseconds that a step takes at least, whatever it multiplies: it waits for what it loads,
+    and the next for it. Few long sums are bound by that. 0: nobody has measured it."""
+    return _file(arch).get("steps", {}).get(kernel, 0.0)
 
 
 class _Passes(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..runtime import device
 from ..runtime.device import Device
-from .cost import Work, microseconds, name, parameters
+from .cost import Work, microseconds, name, parameters, step_of
 from .spec import Spec
 
 CLOCKS = 1755.0  # a microsecond, of an H100: only ratios of costs decide
@@ -77,7 +77,8 @@ class Kernel(Generic[C]):
             return None
         fitted = parameters(arch).get(name(self.name, self.fitted_by, spec, config))
         work = None if fitted is None else self.work(spec, gpu, config)
-        return None if work is None else microseconds(fitted, work, gpu)
+        step = step_of(self.name, arch)
+        return None if work is None else microseconds(fitted, work, gpu, step)
 
     def predict(self, spec: Spec, gpu: Device, config: C) -> float:
         """Predicted microseconds; infinite if the kernel runs only where it was measured."""

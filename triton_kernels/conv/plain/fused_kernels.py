@@ -26,6 +26,7 @@ from .products import (
     whole_sum,
     zero_sums,
 )
+from .shared_sums import leave_part, sum_of_parts
 
 # --- forward --------------------------------------------------------------------------------------
 
@@ -173,7 +174,8 @@ def conv_forward_kernel(
     residual_desc,  # as the next, or None
     y_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_C]; or by parity
     partial_ptr,  # [N, K, 2, CO] or None
-    parts_ptr,  # float32 [parts, N, CO, P * Q] in place of y, or None
+    parts_ptr,  # float32 [parts, N, CO, P * Q] in place of y; or as the next; or None
+    counters_ptr,  # of `shared_sums`, whose parts the kernel adds itself; or None
     extra1_desc,  # [N, P, Q, C1] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K], or None
     extra1_w_desc,  # [CO, C1] in boxes [BLOCK_C, BLOCK_K]; "ieee": [1, CO, C1], likewise
     extra2_desc,  # a second such pair, or None
@@ -257,9 +259,16 @@ def conv_forward_kernel(
         accs, small = _add_pointwise(
             accs, small, extra2_desc, extra2_w_desc, at, C2, PRECISION, ROWS, BLOCK_K, start2, end2
         )
+    if PRECISION == "ieee":
+        accs = (whole_sum(accs[0], small),)
+    if counters_ptr is not None:
+        tl.static_assert(ROWS == 1)
+        if not leave_part(accs[0], parts_ptr, counters_ptr):
+            return
+        accs = (sum_of_parts(accs[0], parts_ptr),)
     for row in tl.static_range(ROWS):
-        acc = whole_sum(accs[row], small) if PRECISION == "ieee" else accs[row]
-        if steps is not None:
+        acc = accs[row]
+        if steps is not None and counters_ptr is None:
             _store_part(
                 parts_ptr, acc, at,
                 OutputTiles(N, P, Q, CO, TILE_N, TILE_H, TILE_W, BLOCK_C, RAGGED),
@@ -339,7 +348,7 @@ def _finish_input_grad(
     dz_desc.store([n0, h0, w0, c0], tl.trans(dz).reshape(TILE_N, tiles.TILE_H, TILE_W, BLOCK_C))
 
 
-@triton.jit(do_not_specialize=["N", "P", "Q", "first", "stream"])
+@triton.jit(do_not_specialize=["N", "P", "Q", "first", "stream", "steps"])
 def conv_input_grad_kernel(
     dy_desc,  # [N, P, Q, CO] in boxes [TILE_N, TILE_H, TILE_W, BLOCK_K]
     w_desc,  # [R * S, CO, CI] in boxes [1, BLOCK_K, BLOCK_C]; TURNED: [R * S, CI, CO], backwards
@@ -350,6 +359,9 @@ def conv_input_grad_kernel(
     dy_small_desc,  # "ieee": second parts of dy and the filters, or None: they have not been split
     w_small_desc,
     partial_ptr,  # [N, K, 2, CI]
+    parts_ptr,  # this and the next two as in `conv_forward_kernel`
+    counters_ptr,
+    steps,
     N,
     CO,
     P,
@@ -384,12 +396,21 @@ def conv_input_grad_kernel(
     # Load the epilogue's vectors here, so that the epilogue does not wait for them. Those of a
     # second piece's images are loaded when it is its turn
     norm = _load_table(table_ptr, n0, c0, N, CI, PIECE_N, BLOCK_C)
+    start, end = 0, None
+    if steps is not None:
+        start, end, _, _, _, _ = steps_of_part(steps, R * S * tl.cdiv(CO, BLOCK_K), 0, 0)
     accs, small = _convolve(
         dy_desc, dy_small_desc, w_desc, w_small_desc, at, CO,
         Taps(R, S, R // 2, S // 2, 1, not TURNED), PRECISION, ROWS, BLOCK_M, BLOCK_C, BLOCK_K,
+        start, end,
     )  # fmt: skip
     if PRECISION == "ieee":
         accs = (whole_sum(accs[0], small),)
+    if counters_ptr is not None:
+        tl.static_assert(ROWS == 1)
+        if not leave_part(accs[0], parts_ptr, counters_ptr):
+            return
+        accs = (sum_of_parts(accs[0], parts_ptr),)
     PIECES: tl.constexpr = ROWS * BLOCK_M // (PIECE_N * PIECE_H * PIECE_W)
     if PIECES > ROWS:
         accs = tl.split(accs[0].reshape(BLOCK_C, 2, BLOCK_M // 2).permute(0, 2, 1))

@@ -18,6 +18,8 @@ from .by_tma.tma import Config, worth_transposing
 from .by_tma.tma_boxes import in_boxes, is_ragged, tile_sizes, weight_in_boxes
 from .fused_kernels import conv_forward_kernel, conv_input_grad_kernel
 from .fused_tiles import box_of, piece_of, programs
+from .shared_sums import shared
+from .split_tiles import row
 from .tf32x3 import is_split_before
 from .transpose_weights import split, transpose_weights
 
@@ -76,12 +78,14 @@ def forward(config: Config, operands: Operands) -> None:
     x_descs = _of_each(in_boxes, parts, read)
     w_descs = _of_each(weight_in_boxes, filters, config.block_c, config.block_k)
     residual = operands.beside[0] if operands.beside else None
-    conv_forward_kernel[(programs(config, box, *y.shape),)](
+    tiles, channels = programs(config, box, *y.shape), (ci, *operands.extra_channels)
+    sums = shared(config, tiles, r * s, channels, x)
+    conv_forward_kernel[sums.grid](
         x_descs[0], w_descs[0], operands.vectors, operands.emb,
         None if residual is None else in_boxes(residual, tile), in_boxes(y, tile),
-        operands.partials, None, *extra_descs, *[None] * (4 - len(extra_descs)), x_descs[1],
-        w_descs[1], operands.extra_bias, *operands.extra_channels, operands.emb_stride, None,
-        operands.factor, n, ci, h, w, co,
+        operands.partials, sums.parts, sums.counters, *extra_descs,
+        *[None] * (4 - len(extra_descs)), x_descs[1], w_descs[1], operands.extra_bias,
+        *operands.extra_channels, operands.emb_stride, sums.steps, operands.factor, n, ci, h, w, co,
         R=r, S=s, PAD_H=r // 2, PAD_W=s // 2, STRIDE=1, DGRAD=False, TURNED=False,
         PRECISION=operands.precision, ROWS=config.rows,
         RAGGED=stats and is_ragged(box, h, w), TF32=operands.tf32, **tile_sizes(box, config),
@@ -110,10 +114,12 @@ def input_grad(config: Config, operands: Operands) -> None:
     block = (config.block_c, config.block_k) if turned else (config.block_k, config.block_c)
     dy_descs = _of_each(in_boxes, parts, [*box, config.block_k])
     w_descs = _of_each(weight_in_boxes, filters, *block)
-    conv_input_grad_kernel[(programs(config, box, *dz.shape),)](
+    sums = shared(config, programs(config, box, *dz.shape), r * s, (co,), dy)
+    conv_input_grad_kernel[sums.grid](
         dy_descs[0], w_descs[0], in_boxes(inputs[0], tile),
         in_boxes(inputs[1], tile) if len(inputs) == 2 else None, operands.vectors,
-        in_boxes(dz, tile), dy_descs[1], w_descs[1], operands.partials, n, co, h, w, ci, c1,
+        in_boxes(dz, tile), dy_descs[1], w_descs[1], operands.partials, sums.parts, sums.counters,
+        sums.steps, n, co, h, w, ci, c1,
         *mask_arguments(operands.mask),
         R=r, S=s, ACT=rounded_grad(operands.activation, dy.dtype), TURNED=turned,
         PRECISION=operands.precision, ROWS=config.rows, PIECE_N=piece[0], PIECE_H=piece[1],
@@ -161,3 +167,5 @@ def _tma(configs: list[Config], launch: Callable[..., None], adds: tuple[str, ..
 
 FORWARD = _tma(FWD_CONFIGS, forward, FORWARD_TERMS)
 INPUT_GRAD = _tma(DGRAD_CONFIGS, input_grad, GRAD_TERMS)
+SPLIT_FORWARD = row(fused_tiles.refuse, forward, FORWARD_TERMS)
+SPLIT_INPUT_GRAD = row(fused_tiles.refuse, input_grad, GRAD_TERMS)

@@ -96,7 +96,7 @@ def work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
     beyond = 1 - spec.c / (c.block_c * triton.cdiv(spec.c, c.block_c))
     return Work(
         tiles=programs(c, box, spec.n, spec.h, spec.w, spec.c),
-        resident=max(1, _resident(c, spec, gpu)),
+        resident=max(1, resident_of(c, spec, gpu)),
         products=products * steps,
         fetched=sum(of_step) * steps,
         steps=steps,
@@ -108,7 +108,7 @@ def work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
     )
 
 
-def _resident(config: Config, spec: ConvSpec, gpu: Device) -> int:
+def resident_of(config: Config, spec: ConvSpec, gpu: Device) -> int:
     """Programs that a multiprocessor holds at a time."""
     shared = _parts(spec) * sum(fetched(config, spec.itemsize)) * config.num_stages
     return programs_at_a_time(shared, config.num_warps, gpu)
@@ -141,7 +141,7 @@ def fitting(configs: list[Config], spec: ConvSpec, gpu: Device) -> list[Config]:
         for c in configs
         if (c.block_k == block_k or c.rows > 1)
         and serves(c, spec.itemsize, spec.r, pixels, even, grad)
-        and _resident(c, spec, gpu) > 0
+        and resident_of(c, spec, gpu) > 0
     ]
     within = [c for c in fit if spec.border % c.block_c == 0]  # one input a tile
     return within or fit
@@ -163,4 +163,4 @@ def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
     step = max(times * products / 2048, _parts(spec) * (of_x + of_w / 2) / 32)
     steps = spec.taps * triton.cdiv(spec.k, c.block_k)
     alone = 1500 + c.block_c * c.block_m / c.num_warps
-    return rounds * (steps * step + alone / min(_resident(c, spec, gpu), rounds)) / CLOCKS
+    return rounds * (steps * step + alone / min(resident_of(c, spec, gpu), rounds)) / CLOCKS

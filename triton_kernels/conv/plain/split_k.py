@@ -68,7 +68,7 @@ def _launch(config: SplitConfig, operands: SplitOperands) -> Tensor:
     conv_forward_kernel[(programs(spec, config.block_c, config.block_m), config.parts)](
         pixels_in_boxes(by_parity(x) if spec.stride == 2 else x, box, config.block_k),
         weight_in_boxes(weight, config.block_c, config.block_k), *[None] * 5, parts,
-        *pairs, *[None] * (4 - len(pairs)), None, None, None,
+        None, *pairs, *[None] * (4 - len(pairs)), None, None, None,
         *spec.extra, *[0] * (2 - len(extra)), 0, steps, None, n, ci, p, q, co,
         R=r, S=s, PAD_H=spec.pads[0], PAD_W=spec.pads[1], STRIDE=spec.stride, DGRAD=False,
         TURNED=False, PRECISION=precision, ROWS=1, RAGGED=False, TF32=False,

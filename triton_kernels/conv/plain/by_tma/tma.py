@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ....registry.cost import HOPPER, step_of
 from ....registry.kernel import CLOCKS, Kernel, configures
 from ....registry.spec import ConvSpec
 from ....runtime.dependent_launch import following, overlapping
@@ -21,6 +22,7 @@ from ....runtime.device import Device
 from ...configs import ConvOperands, FwdTile
 from ...refusals import ROUNDED, Only
 from ..fused_kernels import conv_forward_kernel
+from ..shared_sums import shared
 from ..transpose_weights import split, transpose_weights
 from .tma_boxes import (
     as_one_row,
@@ -75,7 +77,7 @@ _TRANSPOSE_FROM = 1024  # pixels of a float32 input gradient, which pay for a co
 
 
 def launch(
-    config: FwdTile | Config,
+    config: FwdTile | Config,  # or that of `split_tiles`
     operands: ConvOperands,
     split_first: bool = False,  # float32 that is not rounded to TF32: by a pass of its own
 ) -> None:
@@ -120,14 +122,16 @@ def launch(
         None if part is None else weight_in_boxes(part, block_co, block_ci) for part in filters
     )
     programs = count_boxes(box, n, p, q) * triton.cdiv(c, config.block_c)
+    sums = shared(config, programs, r * s, (k,), x)
     option = {}  # with stride 2 nothing begins before the previous kernel has ended
     if stride == 1 and (follows or (turned and not exact)):
         option = following(x.device)
     elif stride == 1:  # `following` the copies of `split_first` took 20 to 27 % longer: programs
         option = overlapping(x.device)  # crowd where those end first
-    conv_forward_kernel[(programs, kinds)](
+    conv_forward_kernel[(programs, kinds) if kinds > 1 else sums.grid](
         x_desc, w_desc, bias, None, tiles(add, config.block_c), tiles(y, config.block_c),
-        *[None] * 6, x_small_desc, w_small_desc, None, 0, 0, 0, None, None, n, k, p, q, c,
+        None, sums.parts, sums.counters, *[None] * 4, x_small_desc, w_small_desc, None, 0, 0, 0,
+        sums.steps, None, n, k, p, q, c,
         R=r, S=s, PAD_H=padding[0], PAD_W=padding[1], STRIDE=stride, DGRAD=dgrad,
         TURNED=dgrad and turned, PRECISION=precision, ROWS=1, RAGGED=False, TF32=False,
         **tile_sizes(box, config), **option,
@@ -157,12 +161,13 @@ def configs(spec: ConvSpec, gpu: Device) -> list[Config]:
 
 def cost(spec: ConvSpec, gpu: Device, c: Config) -> float:
     """Microseconds by a crude model: rounds of programs on the multiprocessors, times the work of
-    one, which is multiplying plus fetching."""
+    one, which is multiplying plus fetching, or at least a chain of steps."""
     if c not in _MODELLED:
         return math.inf
     work = c.block_c * c.block_m + 32 * (c.block_c + c.block_m)
     clocks = triton.cdiv(_programs(c, spec), gpu.num_sms) * work * spec.k * spec.taps / 1024
-    return 3 + clocks / CLOCKS
+    chain = step_of("tma", HOPPER) * spec.taps * triton.cdiv(spec.k, c.block_k)
+    return 3 + max(clocks / CLOCKS, chain)
 
 
 def best_cost(spec: ConvSpec, gpu: Device) -> float:
