@@ -43,7 +43,7 @@ from diffusion.training.optimizer import Optimizer, OptimizerSettings
 from diffusion.training.train_step import TrainStep
 
 DEFAULTS = {"batch": (64, 256), "precision": "bf16", "providers": (), "out": ""}
-_OURS = {"plan": TrainingNetwork, "layers": lambda model: model.forward_nhwc}
+_OURS = {"plan": TrainingNetwork, "layers": lambda model, flat: model.forward_nhwc}
 PROVIDERS = (*_OURS, "compile", "compile-channels-last")
 _CHUNKS, _TIMESTEPS, _LR = 2048, 100, 1e-4
 
@@ -121,7 +121,7 @@ def our_step(provider: str, backend: Backend, batch: int, device: torch.device) 
     flat = FlatParameters(model)
     optimizer = Optimizer(flat, OptimizerSettings(lr=_LR, warmup=0), backend)
     step = TrainStep(
-        _OURS[provider](model),
+        _OURS[provider](model, flat),
         Objective(make_schedule("cosine", _TIMESTEPS), backend, device=device),
         Batches(data, batch, 0, device),
         flat,
@@ -177,8 +177,8 @@ def check(
         y = low(x.mT, t, condition).mT
     budget = harness.budgets([gradient(y, low)], [wanted])
     model = _model(backend, device)
-    FlatParameters(model)  # which has the gradients
-    y = _OURS[provider](model)(x[:, None].contiguous(), t, condition)
+    flat = FlatParameters(model)  # which has the gradients
+    y = _OURS[provider](model, flat)(x[:, None].contiguous(), t, condition)
     harness.check([gradient(y[:, 0], model)], [wanted], budget)
 
 

@@ -1,5 +1,6 @@
 """Makes a plan from a module and example arguments, by applying the passes in order."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -20,6 +21,7 @@ from .rounding import round_operands
 from .schedule.order import backward_moves, forward_moves
 from .schedule.schedule import Schedule, schedule
 from .schedule.together import casts_together, sums_together
+from .step.places import Place, low_parameters, place_weights
 from .trace import Traced, trace
 
 
@@ -32,6 +34,8 @@ class Plan:
     backward: Backward | None  # None: it only evaluates
     retained: bool = False  # whether a backward pass was asked to keep what it reads
     tables: Tables = field(default_factory=dict)  # of sums, once a backward pass has run
+    placed: dict[Value, Place] = field(default_factory=dict)  # gradients with places
+    low: dict[Value, str] = field(default_factory=dict)  # parameters that are there in 16 bits
 
     @property
     def graph(self) -> Graph:
@@ -103,6 +107,8 @@ def plan(
     kernels: tuple[ModuleType, Device] | None = None,
     tf32: tuple[bool, bool] = (True, True),  # may convolutions, may other products be in TF32
     rounds: bool = False,  # round to TF32 what products in it read
+    # places of gradients by the names of parameters, and parameters in 16 bits
+    flat: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] = ({}, {}),
 ) -> Plan:
     """The plan of module(*args, **kwargs). PlanError: it has none, and why."""
     traced = trace(module, args, kwargs)
@@ -116,6 +122,12 @@ def plan(
     graph.check(() if backward is None else backward.seeds.values())
     if kernels is not None and backward is None and _multiplies_low(graph, tf32):
         join(graph, states_of(module), *kernels)
+    placed, low = {}, {}
+    if backward is not None and any(flat):
+        forward, grads = set(graph.nodes[: backward.start]), backward.grads
+        placed = place_weights(graph, grads, flat[0])
+        low = low_parameters(graph, {v: name for name, v in graph.parameters.items()}, flat[1])
+        backward.start = len(forward.intersection(graph.nodes))
     if backward is not None:
         sums_together(graph, backward.start, set(backward.grads.values()))
     for node in graph.nodes:
@@ -131,4 +143,4 @@ def plan(
     made = schedule(graph, *moves, backward.grads.values())
     graph.nodes = made.nodes
     graph.rename()
-    return Plan(traced, made, backward)
+    return Plan(traced, made, backward, placed=placed, low=low)

@@ -46,8 +46,8 @@ def test_a_wrong_gradient_is_not_timed(provider, monkeypatch):
     backend = choose_backend("torch", "fp32", CPU)
     policy_step.check(provider, backend, "fp32", CPU)
 
-    def doubled(model):
-        run = policy_step._OURS[provider](model)
+    def doubled(model, flat):
+        run = policy_step._OURS[provider](model, flat)
         return lambda *given: 2 * run(*given)
 
     monkeypatch.setitem(policy_step._OURS, "twice", doubled)

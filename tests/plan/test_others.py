@@ -1,5 +1,6 @@
 """Networks that are no `UNet` train by a plan: gradients as layer by layer, dropout, the log."""
 
+import copy
 import logging
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 import triton_kernels
 from diffusion.models.conditions import Conditions
 from diffusion.models.flat_parameters import FlatParameters
-from diffusion.models.layers import Network, set_backend
+from diffusion.models.layers import Conv2d, Network, set_backend
 from diffusion.models.unet1d import UNet1d
 from diffusion.plan.step.others import TrainingNetwork
 from diffusion.runtime.backend import Backend
@@ -59,7 +60,7 @@ def test_as_layer_by_layer(name, caplog):
     flat = FlatParameters(model)
     x, dy = torch.randn(shape).double(), None
     labels = labels.double() if torch.is_tensor(labels) and labels.is_floating_point() else labels
-    network, found = TrainingNetwork(model), []
+    network, found = TrainingNetwork(model, flat), []
     for run in (model.forward_nhwc, network, network):
         flat.grad.fill_(1)
         y = run(x, T, labels, rng=RNG, first=4)
@@ -79,7 +80,7 @@ def test_hooks_of_parameters_see_their_gradients():
     _, (seen, *_) = zip(*model.named_parameters(), strict=True)
     seen.register_hook(lambda gradient: 2 * gradient)
     seen.register_post_accumulate_grad_hook(lambda parameter: found.append(parameter.grad.clone()))
-    for run in (model.forward_nhwc, TrainingNetwork(model)):
+    for run in (model.forward_nhwc, TrainingNetwork(model, flat)):
         flat.grad.zero_()
         run(
             x, T, torch.randn(2, 5, generator=torch.Generator().manual_seed(0)).double()
@@ -99,7 +100,7 @@ def test_on_the_kernels(name, device):
         model, exact = build().to(device, dtype), dtype == torch.float64
         set_backend(model, FLOAT64 if exact else Backend("triton", triton_kernels, dtype))
         flat = FlatParameters(model)
-        run = model.forward_nhwc if exact else TrainingNetwork(model)
+        run = model.forward_nhwc if exact else TrainingNetwork(model, flat)
         torch.manual_seed(1)
         x, dy = (torch.randn(*shape[:3], c).to(device, dtype) for c in (shape[3], 1))
 
@@ -117,6 +118,60 @@ def test_on_the_kernels(name, device):
     assert (grad - exact_grad).norm() <= 1e-4 * exact_grad.norm()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["a policy", "unused, and used twice"])
+def test_gradients_of_steps(name, dtype, device):
+    """Of several steps of two parts each: written in their places, or zeroed before; the layers in
+    float64 say what they are."""
+    torch.manual_seed(0)
+    model = (policy() if name == "a policy" else Odd()).to(device)
+    exact = copy.deepcopy(model).double()
+    set_backend(exact, FLOAT64)
+    set_backend(model, Backend("triton", triton_kernels, dtype))
+    flat = FlatParameters(model)
+    network = TrainingNetwork(model, flat)
+    cond = torch.randn(2, 5, device=device) if name == "a policy" else None
+    flat.grad.fill_(7)
+    for step in range(3):
+        network.forget_gradients()
+        exact.zero_grad()
+        for part in range(2):
+            x, dy = (torch.randn(2, 1, 8, 2, device=device) for _ in range(2))
+            network(x, T.to(device), cond, first=2 * part).backward(dy.to(dtype))
+            given = None if cond is None else cond.double()
+            exact.forward_nhwc(x.double(), T.to(device), given).backward(dy.double())
+        grads = flat.views(flat.grad)
+        for parameter, p in exact.named_parameters():
+            wanted = torch.zeros_like(p) if p.grad is None else p.grad
+            error = (grads[parameter].double() - wanted).norm()
+            most = (1e-4 if dtype == torch.float32 else 2e-2) * wanted.norm().clamp(min=1e-2)
+            assert error <= most, (step, parameter)
+    (*_, (_, calls)) = network.plans.values()
+    ((made,),) = calls.plans.values()
+    weights = {n for n, p in model.named_parameters() if p.ndim > 1}
+    placed = {at.name.removeprefix("model.") for at in made.placed.values()}
+    if name == "a policy":  # but parts of a product, filters of a concatenation, and made of them
+        made_of = ("cond_encoder.1.", "up_modules.0.0.residual_conv.", "up_modules.0.2.conv.")
+        assert all(any(part in n for part in made_of) for n in weights - placed)
+        low = {"model." + n for n in placed}
+        assert dtype == torch.float32 or len(low.intersection(made.low.values())) > 10
+    else:
+        assert "once.weight" in placed and not placed & {"twice.weight", "unused.weight"}
+
+
+class Odd(Network):
+    """A layer that nobody calls, and one that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.twice, self.unused = (Conv2d(8, 8, 1) for _ in range(3))
+        self.first, self.last = Conv2d(2, 8, 3), Conv2d(8, 2, 3)
+
+    def forward_nhwc(self, x, t, labels=None, *, rng=None, first=0):
+        h = self.once(self.first(x.to(self.backend.dtype)))
+        return self.last(self.twice(self.twice(h)))
+
+
 class Recurrent(Network):
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +184,7 @@ class Recurrent(Network):
 def test_without_a_plan_the_log_says_why(caplog):
     caplog.set_level(logging.INFO)
     model, x = Recurrent(), torch.randn(2, 4, 4, 3)
-    network = TrainingNetwork(model)
+    network = TrainingNetwork(model, FlatParameters(model))
     for _ in range(2):
         torch.testing.assert_close(network(x, T), model.forward_nhwc(x, T))
     (record,) = caplog.records

@@ -27,7 +27,7 @@ from . import planned
 from .dry_passes import launches_of
 from .module_states import ModuleStates
 from .numbers_as_tensors import are_tensors
-from .planned import Planned, evaluate
+from .planned import FlatGradients, Planned, evaluate
 from .replay import Replays
 
 log = logging.getLogger(__name__)
@@ -55,10 +55,9 @@ class Calls:
         self,
         launch: Callable | None = None,  # how nodes are launched; None: as the device has it
         capture: bool = True,  # calls that come again become CUDA graphs, see `replay`
-        # adds gradients to those of parameters, both as lists; None: autograd does
-        add: Callable[[list[Tensor], list[Tensor]], None] | None = None,
+        flat: FlatGradients | None = None,  # where gradients are added; None: autograd does
     ) -> None:
-        self._launch, self._add = launch, add
+        self._launch, self._flat = launch, flat
         self._replays = Replays() if capture and launch is None else None
         self.plans: dict[tuple, list[Plan]] = {}  # which differ in what the module read of itself
         # names of the module that it does not have, which its forward pass may ask for
@@ -82,7 +81,7 @@ class Calls:
         given = [*inputs, *parameters]
         replay = None if self._replays is None else self._replays.of(made, given)
         if made.backward is not None:
-            outputs = Planned.apply(made, self._launch, self._add, replay, len(inputs), *given)
+            outputs = Planned.apply(made, self._launch, self._flat, replay, len(inputs), *given)
         elif replay is not None:
             outputs = replay.forward(given)
         else:
@@ -189,6 +188,8 @@ class Calls:
             kernels = fused_ops, describe(device)
         options = {"trains": trains, "of_inputs": of_inputs, "tf32": tf32, "kernels": kernels}
         options |= {"rounds": planned.launcher(device) is launch_kernels}
+        if self._flat is not None:
+            options["flat"] = self._flat.grads, self._flat.low
         made = plan(module, args, kwargs, **options)
         constants = made.graph.constants
         made.graph.constants = {value: x.to(device) for value, x in constants.items()}

@@ -1,8 +1,9 @@
 """Runs both passes of a plan: as one node of autograd, or the forward pass alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,13 +31,33 @@ def _streams(device: torch.device) -> Streams:
     return Streams(device, others=1)
 
 
+class FlatGradients(Protocol):
+    """Where a training step has its gradients (`step.others`)."""
+
+    grads: Mapping[str, Tensor]  # by the names of parameters
+    low: Mapping[str, Tensor]  # the parameters in 16 bits; none: they are cast
+
+    def begin(self, placed: Collection[str]) -> bool:
+        """A backward pass begins that writes these. Whether it has to add to what is there."""
+        ...
+
+    def add(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """Add these to the gradients of parameters."""
+        ...
+
+
 def evaluate(
-    made: Plan, inputs: list[Tensor], parameters: list[Tensor], launch: Callable | None
+    made: Plan,
+    inputs: list[Tensor],
+    parameters: list[Tensor],
+    launch: Callable | None,
+    low: Mapping[str, Tensor] | None = None,
 ) -> tuple[tuple[Tensor, ...], dict[Value, Tensor]]:
     """What the forward pass of a plan gives, and what its backward pass reads."""
     graph, given = made.graph, [x.detach() for x in (*inputs, *parameters)]
     starts = [*graph.inputs, *graph.parameters.values()]
     values = dict(zip(starts, given, strict=True)) | graph.constants
+    values |= {value: low[name] for value, name in made.low.items()}
     device = next((x.device for x in given), torch.device("cpu"))
     with torch.autocast(device.type, enabled=False):
         launch = launch or launcher(device)
@@ -76,14 +97,16 @@ class Planned(torch.autograd.Function):
         ctx: Any,
         made: Plan,
         launch: Callable | None,
-        add: Callable[[list[Tensor], list[Tensor]], None] | None,  # gradients of parameters to them
+        flat: FlatGradients | None,  # None: gradients are autograd's
         replay: Replay | None,  # None: launched
         count: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.made, ctx.launch, ctx.add, ctx.replay = made, launch, add, replay
+        ctx.made, ctx.launch, ctx.flat, ctx.replay = made, launch, flat, replay
         if replay is None:
-            outputs, values = evaluate(made, list(tensors[:count]), list(tensors[count:]), launch)
+            given = list(tensors[:count]), list(tensors[count:])
+            low = None if flat is None else flat.low
+            outputs, values = evaluate(made, *given, launch, low)
             # no views, to which nobody could write, but of what is the caller's, where it would be
             # seen
             starts = {*made.graph.inputs, *made.graph.parameters.values()}
@@ -123,7 +146,7 @@ class Planned(torch.autograd.Function):
             g if asked & backward.results.get(value, set()) else None
             for value, g in zip(starts, grads, strict=True)
         ]
-        found = [None if g is None else values[g] for g in grads]
+        found = [None if g is None or g in made.placed else values[g] for g in grads]
         del values  # each gradient is freed once it is in another order
         if launched:  # those of a replay are copies, in the order of their parameters
             found = _apart(found)
@@ -131,16 +154,16 @@ class Planned(torch.autograd.Function):
             for i in range(len(graph.inputs), len(found)):
                 if found[i] is not None:
                     found[i] = as_it_lies(found[i], tensors[i], kernels)
-        if ctx.add is not None:
+        if ctx.flat is not None:
             there = [i for i in range(len(graph.inputs), len(found)) if found[i] is not None]
-            there = [i for i in there if not _has_hooks(tensors[i])]
-            ctx.add([tensors[i] for i in there], [found[i] for i in there])
+            there = [i for i in there if not has_hooks(tensors[i])]
+            ctx.flat.add([tensors[i] for i in there], [found[i] for i in there])
             for i in there:
                 found[i] = None
         return *[None] * 5, *found
 
 
-def _has_hooks(parameter: Tensor) -> bool:
+def has_hooks(parameter: Tensor) -> bool:
     """Whether somebody wants to see or change its gradient, or to know that it is there."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
@@ -185,6 +208,10 @@ def _launched_backward(
     launch = ctx.launch or launcher(device)
     if isinstance(launch, Launcher):
         launch = launch.of_backward(made.tables, device)
+    if ctx.flat is not None:
+        accumulates = ctx.flat.begin({at.name for at in made.placed.values()})
+        launch = replace(launch, in_places=True, accumulates=accumulates)
+        values |= {value: at.of(ctx.flat.grads[at.name]) for value, at in made.placed.items()}
     with torch.autocast(device.type, enabled=False):
         run_moves(made.schedule.backward, values, _streams(device), launch)
         _streams(device).join()

@@ -127,15 +127,16 @@ def _conv_down_dx(run, node, given):
 
 @launches("conv_dw", "linear_dw")
 def _weight_grad(run, node, given):
-    """Of a step they are launched in groups, by `Launcher.weights`, into their places."""
-    x, dy, out = _of_gradient(given["x"], given["dy"], node.out)
+    """Of a `UNet`'s step they are launched in groups, by `Launcher.weights`."""
+    x, dy, out = _of_gradient(given["x"], given["dy"], node.out, given.into.get("y"))
+    adds = {"accumulate": run.accumulates} if given.into else {}
     if node.keeps_size:
-        run.of(node).conv_weight_grads((x, dy, out))
+        run.of(node).conv_weight_grads((x, dy, out), **adds)
         return out.reshape(node.out.shape)
     (y0, y1, x0, x1), stride, padding = _cut(node)
     x = F.pad(x, (0, 0, x0, x1, y0, y1)) if any((y0, y1, x0, x1)) else x
     if stride[0] == stride[1]:
-        run.of(node).conv_weight_grad(x, dy, out, stride=stride[0], padding=padding)
+        run.of(node).conv_weight_grad(x, dy, out, stride=stride[0], padding=padding, **adds)
     else:
         images = x.permute(0, 3, 1, 2), out.shape, dy.permute(0, 3, 1, 2)
         out = torch.nn.grad.conv2d_weight(*images, stride, padding)
@@ -144,16 +145,25 @@ def _weight_grad(run, node, given):
 
 @launches("weight_grads")
 def _weight_grads(run, node, given):
-    pairs = zip(many(given, "x"), many(given, "dy"), node.outputs.values(), strict=True)
-    group = [_of_gradient(*pair) for pair in pairs]
-    run.of(node).conv_weight_grads(*group)
+    pairs = zip(many(given, "x"), many(given, "dy"), node.outputs.items(), strict=True)
+    group = [_of_gradient(x, dy, y, given.into.get(role)) for x, dy, (role, y) in pairs]
+    placed = [of for of, role in zip(group, node.outputs, strict=True) if role in given.into]
+    others = [of for of, role in zip(group, node.outputs, strict=True) if role not in given.into]
+    if placed:
+        run.of(node).conv_weight_grads(*placed, accumulate=run.accumulates)
+    if others:
+        run.of(node).conv_weight_grads(*others)
     made = zip(node.outputs.items(), group, strict=True)
     return {role: out.reshape(value.shape) for (role, value), (*_, out) in made}
 
 
-def _of_gradient(x: Tensor, dy: Tensor, made: Value) -> tuple[Tensor, Tensor, Tensor]:
-    """The operands of a weight gradient, and a tensor for it."""
+def _of_gradient(
+    x: Tensor, dy: Tensor, made: Value, place: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands of a weight gradient, and its place, or a tensor for it."""
     x, dy = _rows(x).contiguous(), _rows(dy).contiguous()
+    if place is not None:
+        return x, dy, as_filters(place)
     co, ci, *size = made.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty((co, *(size or (1, 1)), ci), dtype=wide, device=x.device)

@@ -70,16 +70,18 @@ class Launcher:
     widens: bool = False  # 16 bits to float32
     sums: RowSums | None = None  # which keeps rows of sums; None: they are tensors of their own
     is_step: bool = False  # gradients have places, and `sums` adds to these
+    in_places: bool = False  # gradients of weights have places
     accumulates: bool = True  # gradients of filters are added to what is in their places
     first: int = 0  # global index of sample 0, in this call
 
     def __call__(self, node: Node, values: Mapping[Value, Tensor]) -> dict[Value, Tensor]:
         """What the node makes, but for what it writes to a place."""
         if self.kernels is fused_ops and any(v.dtype == torch.float64 for v in node.values):
-            return launch_reference(node, values)
+            places = {"in_places": self.in_places, "accumulates": self.accumulates}
+            return replace(launch_reference, **places)(node, values)
         read = ((role, values[value]) for role, value in node.inputs.items())
         given = Inputs((role, self._read(x)) for role, x in read if x is not None)
-        placed = node.outputs.items() if self.is_step else ()
+        placed = node.outputs.items() if self.is_step or self.in_places else ()
         given.into = {role: values[value] for role, value in placed if value in values}
         if "rng" in given:
             given["first"] = node.attrs["first"] + self.first

@@ -16,7 +16,6 @@ from ...models.blocks import ResBlock
 from ...models.conditions import Conditions, Given, parts_of
 from ...models.flat_parameters import FlatParameters
 from ...models.unet import UNet
-from ...models.unet1d import UNet1d
 from ...runtime.backend import Backend
 from ..embedding import EmbeddingLayers, Step
 from ..execute import Streams, run_moves
@@ -41,8 +40,7 @@ def training_network(
     urgent: bool = False,  # it wants to know as early as can be
 ) -> Callable[..., Tensor]:
     """What a training step calls as `forward_nhwc`: the plan of a `UNet`, that of another network,
-    or the model itself: on PyTorch's backend, and of policies, whose step has been timed layer by
-    layer, and not by its plan."""
+    or the model itself on PyTorch's backend."""
     backend = model.backend
     refusal, kernels = "it is for the Triton backend", step_kernels(backend)
     if kernels is not None:
@@ -51,8 +49,7 @@ def training_network(
             return TrainingUNet(model, flat, kernels, recompute, ready, urgent)
     if recompute:
         log.warning("train.recompute has no effect without the plan of a UNet: %s", refusal)
-    layers = kernels is None or isinstance(model, UNet1d)
-    return model.forward_nhwc if layers else TrainingNetwork(model)
+    return model.forward_nhwc if kernels is None else TrainingNetwork(model, flat)
 
 
 def step_kernels(backend: Backend) -> ModuleType | SimpleNamespace | None:

@@ -1,29 +1,35 @@
 """Networks that are no `UNet`, in training: by the plan that `accelerate` makes of them.
 
-Their gradients are tensors of their own, which a few launches add to the flat buffer; parameters in
-16 bits are made in every call.
+Gradients of weights are written where the flat buffer has them, and parameters in 16 bits are read
+from its shadow, where their memory order is that of the kernels. Other gradients are tensors, which
+a few launches add to the buffer.
 """
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...models.conditions import Conditions, Given
+from ...models.flat_parameters import FlatParameters
 from ..calls.calls import Calls
+from ..calls.planned import has_hooks
 from ..graph import PlanError
 from ..launch.table import launch_kernels
 
 log = logging.getLogger(__name__)
+
+_MODEL = "model."  # in front of the names of a `_Call`'s parameters
 
 
 class TrainingNetwork:
     """Runs `model.forward_nhwc` by its plan, which the first call for images of a shape makes. If
     there is none, the layers run one by one from there on, and the log says why."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, flat: FlatParameters) -> None:
+        self.model, self.gradients = model, _Gradients(model, flat)
         # by `first`; None: it has none
         self.plans: dict[int, tuple[_Call, Calls]] | None = {}
 
@@ -40,7 +46,8 @@ class TrainingNetwork:
         if self.plans is not None:
             given = vars(labels) if isinstance(labels, Conditions) else {"labels": labels}
             if first not in self.plans:
-                self.plans[first] = _Call(self.model, first), Calls(launch=launch_kernels, add=_add)
+                calls = Calls(launch=launch_kernels, flat=self.gradients)
+                self.plans[first] = _Call(self.model, first), calls
             call, calls = self.plans[first]
             try:
                 planned = calls.plan_of(call, (x, t, rng), given)
@@ -49,7 +56,12 @@ class TrainingNetwork:
                 self.plans = None
             else:
                 return calls.run(*planned)
+        self.gradients.begin(())
         return self.model.forward_nhwc(x, t, labels, rng=rng, first=first)
+
+    def forget_gradients(self) -> None:
+        """Zero the flat gradient but for what the next backward pass will write."""
+        self.gradients.forget()
 
 
 class _Call(nn.Module):
@@ -64,6 +76,56 @@ class _Call(nn.Module):
         return self.model.forward_nhwc(x, t, labels, rng=rng, first=self.first)
 
 
-def _add(parameters: list[Tensor], gradients: list[Tensor]) -> None:
-    """Add gradients to those in the flat buffer; autograd would need a launch for each."""
-    torch._foreach_add_([parameter.grad for parameter in parameters], gradients)
+class _Gradients:
+    """The flat gradient, and parameters in 16 bits, by their names in a `_Call`."""
+
+    def __init__(self, model: nn.Module, flat: FlatParameters) -> None:
+        self._flat, backend = flat, model.backend
+        self._all = _named(flat.views(flat.grad))
+        # those with hooks pass through autograd
+        free = {name for name, p in model.named_parameters() if not has_hooks(p)}
+        self.grads = {k: v for k, v in self._all.items() if k.removeprefix(_MODEL) in free}
+        self.low: dict[str, Tensor] = {}
+        if backend.dtype in (torch.bfloat16, torch.float16):
+            self.low = _named(flat.views(flat.low(backend.dtype)))
+        self._written: set[str] = set()  # by the first backward pass of the last step
+        self._old: set[str] = set()  # which have the last step's gradient
+        self._is_first = True
+
+    def forget(self) -> None:
+        """Zero all but what the first pass of the last step has written, and this one's will."""
+        self._old, self._is_first = self._written, True
+        if not self._old:
+            self._flat.grad.zero_()
+            return
+        others = [grad for name, grad in self._all.items() if name not in self._old]
+        torch._foreach_zero_(others)
+
+    def begin(self, placed: Collection[str]) -> bool:
+        """As of `FlatGradients`. What it does not write is zero from here on."""
+        accumulates, stale = not self._old, self._old.difference(placed)
+        if stale:
+            torch._foreach_zero_([self.grads[name] for name in stale])
+        if not accumulates:  # what is zero is written like what is old
+            self._old = set()
+        if self._is_first:
+            self._written, self._is_first = set(placed), False
+        return accumulates
+
+    def add(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+        """By a few launches; autograd would need one for each."""
+        if parameters:
+            places = [parameter.grad for parameter in parameters]
+            torch._foreach_add_(places, list(map(_as_it_is, gradients, places)))
+
+
+def _named(views: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {_MODEL + name: view for name, view in views.items()}
+
+
+def _as_it_is(x: Tensor, other: Tensor) -> Tensor:
+    """x with the strides of the other also along axes of one, without which PyTorch would take a
+    launch for each tensor of a list."""
+    strides = zip(x.shape, x.stride(), other.stride(), strict=True)
+    same = all(mine == its for size, mine, its in strides if size > 1)
+    return x.as_strided(other.shape, other.stride(), x.storage_offset()) if same else x

@@ -2,8 +2,10 @@
 already. Casts, reshapes and concatenations between the two in the trace become views of the place.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..graph import Graph, Node, Value
@@ -82,3 +84,64 @@ def place(graph: Graph, grads: dict[Value, Place]) -> dict[Value, Place]:
         nodes += added.pop(node, ())
     graph.nodes = nodes
     return placed
+
+
+def place_weights(
+    graph: Graph, grads: dict[Value, Value], flat: Mapping[str, Tensor]
+) -> dict[Value, Place]:
+    """Let weight gradients be written where `flat` has them, by the names of parameters: those in
+    the memory order of the kernels that nobody else reads. `grads`, by parameter, then names what
+    the launches make. Other gradients stay tensors of their own."""
+    producers, readers = graph.producers(), graph.consumers()
+    results = list(grads.values())
+    placed: dict[Value, Place] = {}
+    gone: set[Node] = set()
+    for name, parameter in graph.parameters.items():
+        x, passed = grads.get(parameter), []
+        if x is None or results.count(x) > 1 or readers.get(x):
+            continue
+        while (node := producers.get(x)) is not None and node.op in ("cast", "reshape"):
+            if any(reader is not node for reader in readers.get(node.inputs["x"], ())):
+                break
+            passed.append(node)
+            x = node.inputs["x"]
+        if node is None or node.op not in ("conv_dw", "linear_dw"):
+            continue
+        square = node.keeps_size or len(set(node.attrs["stride"])) == 1
+        at = Place(name, x.shape)
+        if square and _is_of_kernels(flat.get(name), x.shape):
+            placed[x] = at
+            grads[parameter] = x
+            gone.update(passed)
+    graph.nodes = [node for node in graph.nodes if node not in gone]
+    return placed
+
+
+def low_parameters(
+    graph: Graph, names: Mapping[Value, str], flat: Mapping[str, Tensor]
+) -> dict[Value, str]:
+    """Casts of parameters that `flat` has already, in the memory order of the kernels; by name.
+    Their nodes go."""
+    found: dict[Value, str] = {}
+    nodes = []
+    for node in graph.nodes:
+        x = node.inputs.get("x")
+        low = flat.get(names[x]) if node.op == "cast" and x in names else None
+        is_there = low is not None and low.dtype == node.out.dtype and x.shape == node.out.shape
+        if is_there and _is_of_kernels(low, x.shape):
+            found[node.out] = names[x]
+        else:
+            nodes.append(node)
+    graph.nodes = nodes
+    return found
+
+
+def _is_of_kernels(x: Tensor | None, shape: tuple[int, ...]) -> bool:
+    """Whether filters of this shape are in [CO, R, S, CI] memory."""
+    if x is None or not 2 <= len(shape) <= 4:
+        return False
+    try:
+        filters = x if x.shape == shape else x.view(shape)
+    except RuntimeError:  # no view has that shape
+        return False
+    return filters.movedim(1, -1).is_contiguous() and x.dtype != torch.float64
