@@ -125,7 +125,7 @@ def check_stats(y: Tensor, partials: Tensor):
     n, h, w, co = y.shape
     k = partials.shape[1]
     assert partials.shape == (n, k, 2, co) and h * w % k == 0
-    sizes = (16, 64, 128, 256)
+    sizes = (16, 32, 64, 128, 256)
     boxes = [image_box(m, n, h, w) for m in sizes]
     boxes = [box for box in boxes + [covering_box(m, n, h, w, True) for m in sizes] if box]
     boxes += [box for m in (64, 128) if (box := row_box(m, 2, h, w))]

@@ -34,6 +34,7 @@ from .poison import poison_outputs
 PARTS = (1, 2, 5)
 SHAPES = {
     "few pixels": Shape(3, 4, 4, 136, 72),
+    "parts of images": Shape(2, 8, 8, 72, 40),
     "odd": Shape(3, 5, 7, 72, 40),
     "samples": Shape(37, 1, 1, 264, 72, 1),
 }
