@@ -112,3 +112,5 @@ def test_they_are_for_few_tiles_with_long_sums():
 
         assert taken(64, 2048, 5) == taken(16, 512, 5) == "split_tiles"
         assert taken(64, 64, 1) != "split_tiles" != taken(4096, 512, 5)
+        edge = ConvSpec(1, "bf16", 257, 66, 512, 64, 3, 3, stats=True, filters=(64, 512))
+        assert select(FORWARD, edge, gpu).kernel.name != "split_tiles"  # no such tile covers it

@@ -107,7 +107,7 @@ def place_weights(
             x = node.inputs["x"]
         if node is None or node.op not in ("conv_dw", "linear_dw"):
             continue
-        square = node.keeps_size or len(set(node.attrs["stride"])) == 1
+        square = node.keeps_size or len(set(node.attrs.get("stride", ()))) == 1
         at = Place(name, x.shape)
         if square and _is_of_kernels(flat.get(name), x.shape):
             placed[x] = at

@@ -71,7 +71,8 @@ def row(
 
 def _busy(spec: ConvSpec, gpu: Device) -> str | None:
     """Why whole tiles do as well, or None."""
-    tiles = _cut(spec, gpu, Config(*TILES[0], 1))
+    tile = Config(*TILES[0], 1)
+    tiles = programs(tile, box_of(tile, spec.n, *spec.size, False), spec.n, *spec.size, spec.c)
     if tiles >= 2 * gpu.num_sms:
         return f"{tiles} whole tiles keep {gpu.num_sms} multiprocessors busy"
     steps = steps_of(64, spec.taps, (spec.k, *spec.extra))
@@ -103,20 +104,18 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[Config]:
 
 
 def _work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
-    tiles, steps = (
-        _cut(spec, gpu, c),
-        triton.cdiv(steps_of(c.block_k, spec.taps, (spec.k, *spec.extra)), c.splits),
-    )
-    of_step = sum(fetched(c, spec.itemsize))
+    tiles = _cut(spec, gpu, c)
+    steps = triton.cdiv(steps_of(c.block_k, spec.taps, (spec.k, *spec.extra)), c.splits)
+    of_step, numbers = sum(fetched(c, spec.itemsize)), c.block_c * c.block_m
     return Work(
         tiles=tiles * c.splits,
         resident=max(1, resident_of(c, spec, gpu)),
-        products=c.block_c * c.block_m * c.block_k * steps,
+        products=numbers * c.block_k * steps,
         fetched=of_step * steps,
         steps=steps,
-        written=c.block_c * c.block_m,
+        written=numbers,
         memory=spec.bytes,
-        parts=4 * tiles * c.splits * c.block_c * c.block_m,
+        parts=4 * tiles * c.splits * numbers if c.splits > 1 else 0,
         splits=c.splits,
         grad=spec.activation is not None,
     )
