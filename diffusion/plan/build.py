@@ -126,7 +126,9 @@ def plan(
     if backward is not None and any(flat):
         forward, grads = set(graph.nodes[: backward.start]), backward.grads
         placed = place_weights(graph, grads, flat[0])
-        low = low_parameters(graph, {v: name for name, v in graph.parameters.items()}, flat[1])
+        # what is written in the forward pass is not in 16 bits before the next update
+        read = {v: k for k, v in graph.parameters.items() if k not in traced.written}
+        low = low_parameters(graph, read, flat[1])
         backward.start = len(forward.intersection(graph.nodes))
     if backward is not None:
         sums_together(graph, backward.start, set(backward.grads.values()))

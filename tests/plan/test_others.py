@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import triton_kernels
@@ -119,12 +120,13 @@ def test_on_the_kernels(name, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["a policy", "unused, and used twice"])
+@pytest.mark.parametrize("name", ["a policy", "unused, and used twice", "written"])
 def test_gradients_of_steps(name, dtype, device):
     """Of several steps of two parts each: written in their places, or zeroed before; the layers in
     float64 say what they are."""
     torch.manual_seed(0)
-    model = (policy() if name == "a policy" else Odd()).to(device)
+    build = {"a policy": policy, "written": Writing}.get(name, Odd)
+    model = build().to(device)
     exact = copy.deepcopy(model).double()
     set_backend(exact, FLOAT64)
     set_backend(model, Backend("triton", triton_kernels, dtype))
@@ -155,6 +157,9 @@ def test_gradients_of_steps(name, dtype, device):
         assert all(any(part in n for part in made_of) for n in weights - placed)
         low = {"model." + n for n in placed}
         assert dtype == torch.float32 or len(low.intersection(made.low.values())) > 10
+    elif name == "written":
+        assert "last.weight" in placed
+        assert not {"model.normed", "model.shrunk"} & set(made.low.values())
     else:
         assert "once.weight" in placed and not placed & {"twice.weight", "unused.weight"}
 
@@ -170,6 +175,28 @@ class Odd(Network):
     def forward_nhwc(self, x, t, labels=None, *, rng=None, first=0):
         h = self.once(self.first(x.to(self.backend.dtype)))
         return self.last(self.twice(self.twice(h)))
+
+
+class Writing(Network):
+    """A parameter that is normed before it is read, and one that is scaled after two layers have
+    read it, so that its gradient has no place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Conv2d(2, 8, 3), Conv2d(8, 2, 3)
+        self.normed, self.shrunk = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+
+    def forward_nhwc(self, x, t, labels=None, *, rng=None, first=0):
+        dtype = self.backend.dtype
+        with torch.no_grad():
+            self.normed.copy_(F.normalize(self.normed, dim=1))
+        h = F.linear(self.first(x.to(dtype)), self.normed.to(dtype, copy=True))
+        for _ in range(2):
+            h = F.linear(h, self.shrunk.to(dtype, copy=True)) / 4
+        y = self.last(h)
+        with torch.no_grad():
+            self.shrunk.mul_(0.9)
+        return y
 
 
 class Recurrent(Network):

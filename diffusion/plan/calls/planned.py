@@ -41,8 +41,8 @@ class FlatGradients(Protocol):
         """A backward pass begins that writes these. Whether it has to add to what is there."""
         ...
 
-    def add(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """Add these to the gradients of parameters."""
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add these, by name, to `grads`."""
         ...
 
 
@@ -155,10 +155,11 @@ class Planned(torch.autograd.Function):
                 if found[i] is not None:
                     found[i] = as_it_lies(found[i], tensors[i], kernels)
         if ctx.flat is not None:
-            there = [i for i in range(len(graph.inputs), len(found)) if found[i] is not None]
-            there = [i for i in there if not has_hooks(tensors[i])]
-            ctx.flat.add([tensors[i] for i in there], [found[i] for i in there])
-            for i in there:
+            numbers = {name: i for i, name in enumerate(graph.parameters, len(graph.inputs))}
+            there = {name: i for name, i in numbers.items() if name in ctx.flat.grads}
+            there = {name: i for name, i in there.items() if found[i] is not None}
+            ctx.flat.add({name: found[i] for name, i in there.items()})
+            for i in there.values():
                 found[i] = None
         return *[None] * 5, *found
 

@@ -6,7 +6,7 @@ a few launches add to the buffer.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -112,11 +112,11 @@ class _Gradients:
             self._written, self._is_first = set(placed), False
         return accumulates
 
-    def add(self, parameters: list[Tensor], gradients: list[Tensor]) -> None:
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
         """By a few launches; autograd would need one for each."""
-        if parameters:
-            places = [parameter.grad for parameter in parameters]
-            torch._foreach_add_(places, list(map(_as_it_is, gradients, places)))
+        if gradients:
+            places = [self.grads[name] for name in gradients]
+            torch._foreach_add_(places, list(map(_as_it_is, gradients.values(), places)))
 
 
 def _named(views: dict[str, Tensor]) -> dict[str, Tensor]:
