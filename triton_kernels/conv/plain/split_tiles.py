@@ -75,8 +75,13 @@ def _busy(spec: ConvSpec, gpu: Device) -> str | None:
     tiles = programs(tile, box_of(tile, spec.n, *spec.size, False), spec.n, *spec.size, spec.c)
     if tiles >= 2 * gpu.num_sms:
         return f"{tiles} whole tiles keep {gpu.num_sms} multiprocessors busy"
-    steps = steps_of(64, spec.taps, (spec.k, *spec.extra))
+    steps = _steps(64, spec)
     return f"{steps} steps are no long sum" if steps < 2 * _LEAST_STEPS else None
+
+
+def _steps(block_k: int, spec: ConvSpec) -> int:
+    """Those of a whole sum."""
+    return steps_of(block_k, spec.taps, (spec.k, *spec.extra))
 
 
 def _cut(spec: ConvSpec, gpu: Device, c: Config) -> int:
@@ -95,7 +100,7 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[Config]:
         box = box_of(c, spec.n, *spec.size, is_even(spec))
         if box is None or block_k > spec.k or not resident_of(c, spec, gpu):
             continue
-        steps, tiles = steps_of(block_k, spec.taps, (spec.k, *spec.extra)), _cut(spec, gpu, c)
+        steps, tiles = _steps(block_k, spec), _cut(spec, gpu, c)
         for each in (1, 2, 4):
             wanted = min(each * gpu.num_sms // tiles, steps // _LEAST_STEPS, _MOST)
             if wanted > 0:
@@ -105,7 +110,7 @@ def _configs(spec: ConvSpec, gpu: Device) -> list[Config]:
 
 def _work(spec: ConvSpec, gpu: Device, c: Config) -> Work:
     tiles = _cut(spec, gpu, c)
-    steps = triton.cdiv(steps_of(c.block_k, spec.taps, (spec.k, *spec.extra)), c.splits)
+    steps = triton.cdiv(_steps(c.block_k, spec), c.splits)
     of_step, numbers = sum(fetched(c, spec.itemsize)), c.block_c * c.block_m
     return Work(
         tiles=tiles * c.splits,
