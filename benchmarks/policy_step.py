@@ -33,6 +33,7 @@ from diffusion.data.batches import Batches
 from diffusion.data.image_set import ImageSet
 from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.layers import set_backend
+from diffusion.plan.embedding import TOGETHER
 from diffusion.plan.step.others import TrainingNetwork
 from diffusion.process.objective import Objective
 from diffusion.process.schedule import make_schedule
@@ -118,7 +119,7 @@ def our_step(provider: str, backend: Backend, batch: int, device: torch.device) 
     model = _model(backend, device)
     x, _, condition = policy.inputs(_CHUNKS, torch.device("cpu"))
     data = ImageSet(x[:, None].contiguous(), condition)
-    flat = FlatParameters(model)
+    flat = FlatParameters(model, together=TOGETHER)
     optimizer = Optimizer(flat, OptimizerSettings(lr=_LR, warmup=0), backend)
     step = TrainStep(
         _OURS[provider](model, flat),

@@ -1,6 +1,6 @@
 """All parameters of a model in one flat buffer, so that the optimizer is one launch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,8 @@ from triton_kernels.runtime.device import is_rehearsal
 from triton_kernels.tf32 import rounded_to_tf32
 
 _ALIGNMENT = 64  # elements: every parameter starts at a multiple of 256 bytes (float32), 128 (bf16)
+
+_ROW = 8  # elements, 16 bytes in 16 bits: rows of `together` start at multiples of it
 
 _FILTERS, _OTHERS = -2, -1  # the groups before those of `together`
 
@@ -22,7 +24,8 @@ class FlatParameters:
     buffer is to write the model, in place. The gaps that align the parameters hold zeros and stay
     zero under every update. Filters of convolutions come first, in the order of the model, up to
     element `filters_end`; parameters whose names end in one of `together` come last and become
-    neighbours, group by group and without gaps.
+    neighbours, group by group. There are gaps behind their rows alone, so that those of all
+    matrices of a group, also of its copy in 16 bits, are at equal steps of multiples of 16 bytes.
 
     Without `trains` the model stays as it is: `param` is a copy, and there is no other buffer
     (`grad`, the moments and `ema` are names of it).
@@ -42,8 +45,12 @@ class FlatParameters:
             if groups[name] < 0 or groups[name] != before:  # no gaps within a group
                 size = -(-size // _ALIGNMENT) * _ALIGNMENT
             before = groups[name]
-            self._slots[name] = (size, parameter.shape, _dense_strides(parameter))
-            size += parameter.numel()
+            count, strides = parameter.numel(), _dense_strides(parameter)
+            if groups[name] >= 0 and parameter.ndim == 2 and strides[1] == 1:
+                row = -(-parameter.shape[1] // _ROW) * _ROW
+                count, strides = len(parameter) * row, (row, 1)
+            self._slots[name] = (size, parameter.shape, strides)
+            size += count
             if groups[name] == _FILTERS:
                 self.filters_end = size
         like = named[0][1]
@@ -105,6 +112,22 @@ class FlatParameters:
             yield
         finally:
             self.param.copy_(trained)
+
+
+def are_neighbours(views: Mapping[str, Tensor], names: Sequence[str]) -> bool:
+    """Whether the rows of these views of a buffer follow one another at equal steps."""
+    parts = [views[name] for name in names]
+    if any(x.ndim != parts[0].ndim or x.ndim > 2 or x.stride() != parts[0].stride() for x in parts):
+        return False
+    starts = [x.storage_offset() for x in parts]
+    ends = [x.storage_offset() + len(x) * x.stride(0) for x in parts]
+    return starts[1:] == ends[:-1] and parts[0].stride(-1) == 1
+
+
+def over_neighbours(first: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """One view over the rows of a view and of its neighbours. A `shape` of longer rows has the gaps
+    between them as well."""
+    return first.as_strided(shape, first.stride())
 
 
 def _zeros(size: int, like: Tensor) -> Tensor:

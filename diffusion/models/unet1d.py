@@ -216,7 +216,7 @@ class UNet1d(Layer):
         """What `forward_nhwc` does behind that, of inputs that have been checked."""
         if cond is not None:
             emb = torch.cat((emb, cond.to(emb.dtype)), dim=1)
-        emb = F.mish(emb)
+        emb = F.mish(emb).to(self.backend.dtype)
 
         h = x.to(self.backend.dtype)
         skips = []

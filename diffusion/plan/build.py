@@ -35,7 +35,7 @@ class Plan:
     retained: bool = False  # whether a backward pass was asked to keep what it reads
     tables: Tables = field(default_factory=dict)  # of sums, once a backward pass has run
     placed: dict[Value, Place] = field(default_factory=dict)  # gradients with places
-    low: dict[Value, str] = field(default_factory=dict)  # parameters that are there in 16 bits
+    low: dict[Value, Place] = field(default_factory=dict)  # parameters that are there in 16 bits
 
     @property
     def graph(self) -> Graph:

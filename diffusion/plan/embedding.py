@@ -11,13 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from ..models.blocks import ResBlock
-from ..models.flat_parameters import FlatParameters
+from ..models.flat_parameters import FlatParameters, are_neighbours, over_neighbours
 from ..models.layers import Linear
 from ..models.unet import UNet
 from ..runtime.backward import run_backward
 from .graph import Graph, Node
 
-TOGETHER = ("emb_layers.1.weight", "emb_layers.1.bias")  # for FlatParameters
+# for FlatParameters: the projections of a UNet's blocks, and of a policy's
+TOGETHER = (
+    *("emb_layers.1.weight", "emb_layers.1.bias"),
+    *("cond_encoder.1.weight", "cond_encoder.1.bias"),
+)
 
 
 @dataclass
@@ -179,13 +183,10 @@ class _AccumulatingLinear(torch.autograd.Function):
 
 def _joined(flat: FlatParameters, names: list[str], shape: tuple[int, ...]) -> nn.Parameter:
     """One parameter over neighbours in the flat buffer."""
-    values = flat.views(flat.param)
-    offset = values[names[0]].storage_offset()
-    end = offset
-    for name in names:
-        if values[name].storage_offset() != end:
-            raise ValueError(f"{name} does not follow its neighbour in the flat buffer")
-        end += values[name].numel()
-    joined = nn.Parameter(flat.param[offset:end].view(shape))
-    joined.grad = flat.grad[offset:end].view(shape)
+    values, gradients = flat.views(flat.param), flat.views(flat.grad)
+    first, *others = names
+    if not are_neighbours(values, names):
+        raise ValueError(f"{', '.join(others)} do not follow {first} in the flat buffer")
+    joined = nn.Parameter(over_neighbours(values[first], shape))
+    joined.grad = over_neighbours(gradients[first], shape)
     return joined

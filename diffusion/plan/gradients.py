@@ -12,7 +12,7 @@ from functools import cache
 from triton_kernels.resample.fir import adjoint
 
 from .graph import Value, numbered, rows_beside
-from .ops import MEMORY, PARTS
+from .ops import AFTER, MEMORY, PARTS
 
 GRADIENTS: dict[str, Callable] = {}
 
@@ -85,10 +85,13 @@ def _norm(d, node, dy):
     if made.op != "norm_table":
         return _pass_of_rows(d, node, made, dy)
     film = {r: made.inputs[r] for r in ("weight", "bias", "scale", "shift") if r in made.inputs}
-    if d.needed.isdisjoint((*xs, *film.values())):
+    after = {r: node.inputs[r] for r in AFTER if r in node.inputs}
+    if d.needed.isdisjoint((*xs, *film.values(), *after.values())):
         return
     (n, _, c), several = table.shape, numbered("x", xs)
-    dz, partials = _norm_act_grad(d, node, dy)
+    dz, partials, *sums = _norm_act_grad(d, node, dy)
+    for value, grad in zip(after.values(), sums, strict=True):
+        d.send(value, lambda grad=grad: grad)
     second = d.graph.node(
         "norm_grad_table",
         {"partials": partials, "table": table, **film},
@@ -105,12 +108,16 @@ def _norm(d, node, dy):
     d.send_each("norm_dx", inputs, {f"dx{i}": x for i, x in enumerate(xs, 1)})
 
 
-def _norm_act_grad(d, node, dy) -> tuple[Value, Value]:
-    """dz, and its partials."""
+def _norm_act_grad(d, node, dy) -> tuple[Value, ...]:
+    """dz, and its partials; and the gradients of what comes behind the activation."""
     table = node.inputs["table"]
     n, _, c = table.shape
     inputs = {"da": dy, **numbered("x", node.many("x")), "table": table}
     outputs = {"dz": (dy.shape, dy.dtype), "partials": ((n, 1, 2, c), table.dtype)}
+    after = {role: node.inputs[role] for role in AFTER if role in node.inputs}
+    if after:
+        inputs["after_scale"] = after["after_scale"]
+        outputs |= {role: (value.shape, value.dtype) for role, value in after.items()}
     made = d.graph.node("norm_act_grad", inputs, outputs, **node.attrs)
     return tuple(made.outputs.values())
 

@@ -35,7 +35,8 @@ FORWARD = {
 NORM = {
     "moments": "partials [N, K, 2, C] of x: sums, and squares about the mean, of K tiles of pixels",
     "norm_table": "table [N, 4, C] (mean, rstd, g, b) from the partials of one or two tensors",
-    "norm_apply": "act((x - mean) rstd g + b) of one tensor, or of two side by side",
+    "norm_apply": "act((x - mean) rstd g + b) of one tensor, or of two side by side; "
+    "after_scale act(...) + after_shift, where it has these",
 }
 # what backward is made of, beside the above
 BACKWARD = {
@@ -43,7 +44,8 @@ BACKWARD = {
     "conv_dw": "the gradient of weight in conv",
     "linear_dx": "the gradient of x in linear",
     "linear_dw": "the gradient of weight in linear",
-    "norm_act_grad": "dz = da act'(z), and its partials: sums of dz and of dz xhat",
+    "norm_act_grad": "dz = da act'(z), and its partials: sums of dz and of dz xhat; times "
+    "after_scale, and the gradients of that and of after_shift",
     "norm_grad_table": "coeff [N, 3, C] (p, q, r), and the gradients of weight, bias, scale, shift",
     "norm_dx": "p dz + q x + r, of one tensor or two; fused, that of the first times a factor",
     "channel_norm_grad": "the gradients of what channel_norm reads, that of x + add; rows of it, "
@@ -120,6 +122,8 @@ MEMORY = ("memory_k", "memory_v")
 WEIGHT_GRADS = ("conv_dw", "linear_dw", "weight_grads")
 # what norm_grad_table makes that are sums over images, side by side in its rows; and
 # channel_norm_grad, of pixels that are all treated alike
+# of a norm: rows of images behind the activation
+AFTER = "after_scale", "after_shift"
 SUMS_OF_NORM = ("weight", "bias", "input_bias")
 SUMS_OF_CHANNEL_NORM = ("bias", "weight")
 FREE = ("reshape", "columns", "detach", "rewritten")  # which make no memory

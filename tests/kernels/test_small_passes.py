@@ -7,7 +7,8 @@ import torch
 from triton_kernels import fused_ops as fused, reference
 from triton_kernels.conv.plain import pad_channels
 from triton_kernels.embedding import linear_grads, sinusoids
-from triton_kernels.norm import sums as norm_sums
+from triton_kernels.norm import passes as norm_passes, sums as norm_sums
+from triton_kernels.norm.tables import After
 from triton_kernels.reductions import row_sums
 from triton_kernels.reference import fused as fused_reference
 
@@ -42,8 +43,8 @@ def test_activation_grad(shape, activation, dtype, exact_x, second, device):
     table[:, 1] = table[:, 1].abs() + 0.5
     x1, x2 = (half.contiguous() for half in x.split([c - second, second], dim=3))
     x2 = x2 if second else None
-    dz, partials = norm_sums.activation_grad(da, x1, x2, table, activation)
-    exact, sums = fused_reference.activation_grad(
+    dz, partials, _ = norm_sums.activation_grad(da, x1, x2, table, activation)
+    exact, sums, _ = fused_reference.activation_grad(
         da.double(), x.double(), None, table.double(), activation
     )
     assert dz.dtype == dtype
@@ -54,6 +55,43 @@ def test_activation_grad(shape, activation, dtype, exact_x, second, device):
     torch.testing.assert_close(
         partials.double().sum(1), sums.sum(1), rtol=1e-5, atol=1e-5 * (shape[1] * shape[2]) ** 0.5
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["mish", "identity"])
+@pytest.mark.parametrize("shape", [(2, 4, 6, 16), (3, 5, 7, 20), (1, 1, 40, 136)], ids=str)
+def test_scale_and_shift_behind_the_activation(shape, activation, dtype, device):
+    """Their gradients, too, and that of what is in front; rows are columns of a wider tensor."""
+    n, _, _, c = shape
+    x, dy = (_randn(*shape, seed=i, device=device, dtype=dtype) for i in range(2))
+    table = _randn(n, 4, c, seed=2, device=device)
+    table[:, 1] = table[:, 1].abs() + 0.5
+    wide = _randn(n, 2 * c + 5, seed=3, device=device, dtype=dtype)
+    after = After(wide[:, 5 : c + 5], wide[:, c + 5 :])
+    y = norm_passes.apply(x, None, table, activation, after=after)
+    exact = [rows.double() for rows in after]
+    eps, atol = torch.finfo(dtype).eps, 1e-5 if dtype.itemsize == 4 else 1e-3
+    wanted = fused_reference.apply(x.double(), None, table.double(), activation, after=exact)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), wanted, rtol=eps, atol=atol)
+
+    results = norm_sums.activation_grad(dy, x, None, table, activation, after.scale)
+    of_exact = dy.double(), x.double(), None, table.double(), activation, exact[0]
+    dz, *sums = fused_reference.activation_grad(*of_exact)
+    torch.testing.assert_close(results[0].double(), dz, rtol=eps, atol=atol)
+    limit = 1e-5 * (shape[1] * shape[2]) ** 0.5
+    for got, total in zip(results[1:], sums, strict=True):
+        torch.testing.assert_close(got.double().sum(1), total.sum(1), rtol=1e-5, atol=limit)
+
+    given = [t.double().requires_grad_() for t in (x, *after)]
+    fused_reference.apply(given[0], None, table.double(), activation, after=given[1:]).backward(
+        dy.double()
+    )
+    scale, shift = sums[1].sum(1).unbind(1)
+    torch.testing.assert_close(scale, given[1].grad)
+    torch.testing.assert_close(shift, given[2].grad)
+    slope = (table[:, 1] * table[:, 2]).double()[:, None, None]
+    torch.testing.assert_close(dz * slope, given[0].grad)
 
 
 @pytest.mark.parametrize("need_dx", [True, False])

@@ -47,6 +47,10 @@ def norm_apply_kernel(
     stream,
     drop,  # probability
     bytes_ptr,  # uint8 [N, HW, bytes of words] or None: which elements are kept, a bit each
+    after_scale_ptr,  # [N, C1 + C2], or None: nothing comes behind the activation
+    after_shift_ptr,  # likewise
+    stride_after_scale,
+    stride_after_shift,
     ACT: tl.constexpr,
     SMALL_W: tl.constexpr,  # of x1, if it is upsampled; or None
     CORNERS: tl.constexpr,  # then only one pixel of 2x2 is written to a
@@ -113,6 +117,12 @@ def norm_apply_kernel(
             if p0 == 0:
                 store_table(table_ptr + n * 4 * C + offs_c, C, mean, rstd, g, b, mask_c)
 
+    after_scale, after_shift = None, None
+    if after_scale_ptr is not None:
+        rows = after_scale_ptr + n * stride_after_scale, after_shift_ptr + n * stride_after_shift
+        after_scale = tl.load(rows[0] + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+        after_shift = tl.load(rows[1] + offs_c, mask=mask_c, other=0.0).to(tl.float32)
+
     c0 = border + pid % CB * BLOCK_C
     a_ptrs = a_ptr + n * HW * C + offs_c
     bytes_ptrs, mask_b = None, None
@@ -129,13 +139,14 @@ def norm_apply_kernel(
             _store_tile(
                 x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
                 rng_ptr, first + n, c0, stream, drop, bytes_ptrs, mask_b,
+                after_scale, after_shift,
                 ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, BLOCK_C, TF32, LARGE,
             )  # fmt: skip
             x = following
             p0 += BLOCK_P
     _store_tile(
         x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
-        rng_ptr, first + n, c0, stream, drop, bytes_ptrs, mask_b,
+        rng_ptr, first + n, c0, stream, drop, bytes_ptrs, mask_b, after_scale, after_shift,
         ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, BLOCK_C, TF32, LARGE,
     )  # fmt: skip
 
@@ -181,6 +192,8 @@ def _store_tile(
     drop,
     bytes_ptrs,  # [BLOCK_C / 8]: of the channels in pixel 0, or None
     mask_b,  # likewise
+    after_scale,  # [BLOCK_C] or None
+    after_shift,  # likewise
     ACT: tl.constexpr,
     SMALL_W: tl.constexpr,
     CORNERS: tl.constexpr,
@@ -190,7 +203,7 @@ def _store_tile(
     TF32: tl.constexpr,
     LARGE: tl.constexpr,
 ):
-    """act(norm(x)) of the tile, and dropout."""
+    """act(norm(x)) of the tile, what comes behind it, and dropout."""
     offs_p = p0 + tl.arange(0, BLOCK_P)
     if LARGE:
         offs_p = offs_p.to(tl.int64)
@@ -198,6 +211,8 @@ def _store_tile(
     # x - mean first: x slope + (b - mean slope) would cancel when the mean is large
     a = x.to(tl.float32) - mean[None, :]
     a = activate_affine(a, slope[None, :], b[None, :], ACT)
+    if after_scale is not None:
+        a = a * after_scale[None, :] + after_shift[None, :]
     if rng_ptr is not None:
         quad = (offs_p[:, None] * C + c0) // 4 + tl.arange(0, BLOCK_C // 4)[None, :]
         if bytes_ptrs is None:

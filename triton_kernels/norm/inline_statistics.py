@@ -30,6 +30,7 @@ from .inline_statistics_kernels import norm_dx_inline_kernel
 from .pass_grid import channel_block
 from .passes import apply, apply_upsampled, cut, launch_apply, norm_dx
 from .tables import (
+    After,
     NormGrads,
     Statistics,
     check_partials_of,
@@ -93,6 +94,7 @@ def norm_apply(
     mask: Mask | None = None,
     tf32: bool = False,  # here and below: float32 results are rounded to TF32, as products are
     dtype: torch.dtype | None = None,
+    after: After | None = None,
     config: tuple | None = None,  # of a kernel of `NORM_APPLY`
 ) -> tuple[Tensor, Tensor]:  # [N, H, W, C1 + C2], float32 [N, 4, C1 + C2]
     """`apply` with the table of `norm_table`, and that table."""
@@ -104,7 +106,7 @@ def norm_apply(
     if config.kernel == "two_launches":
         table = norm_table(*norm)
         early = mask is None and _overlaps(x1)
-        how = {"mask": mask, "early": early, "tf32": tf32, "dtype": dtype}
+        how = {"mask": mask, "early": early, "tf32": tf32, "dtype": dtype, "after": after}
         return apply(x1, x2, table, activation, **how), table
 
     assert mask is None, "dropout is for two launches"
@@ -112,7 +114,7 @@ def norm_apply(
     table = x1.new_empty((len(x1), 4, spec.c), dtype=torch.float32)
     a, _ = launch_apply(
         x1, x2, activation, sums_config(spec), norm=norm, table=table, tf32=tf32, dtype=dtype,
-        pixels=spec.n * spec.pixels,
+        after=after, pixels=spec.n * spec.pixels,
     )  # fmt: skip
     return a, table
 

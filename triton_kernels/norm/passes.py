@@ -20,7 +20,7 @@ from ..runtime.layout import check_nhwc, check_second, check_shape, row_stride
 from .apply_kernel import norm_apply_kernel
 from .pass_grid import PassConfig, PassGrid, channel_block, cut_pass
 from .pass_kernels import norm_dx_kernel
-from .tables import Statistics, covering_groups
+from .tables import After, Statistics, covering_groups
 
 # Sixteen to 32 elements a thread: two or more 16-byte loads in flight, few registers
 _APPLY = PassConfig(4096, 1, 4)
@@ -52,9 +52,10 @@ def apply(
     early: bool = False,
     tf32: bool = False,
     dtype: torch.dtype | None = None,  # of the result; None: that of x1
+    after: After | None = None,
 ) -> Tensor:  # [N, H, W, C1 + C2]
-    """act(norm(x)) of x = x1 beside x2, and dropout of it if there is a mask. Its words, if it has
-    any, are written.
+    """act(norm(x)) of x = x1 beside x2, scale act(norm(x)) + shift with those of `after`, and
+    dropout of it if there is a mask. Its words, if it has any, are written.
 
     `early` says that the previous kernel makes the table, and that x1 and x2 are older: then they
     are read while that launch is still under way, where kernels overlap (`dependent_launch`). With
@@ -63,7 +64,7 @@ def apply(
     config = (channel_block(x1.shape[3], 0 if x2 is None else x2.shape[3]), *_APPLY)
     return launch_apply(
         x1, x2, activation, config, table=table, mask=mask, early=early, tf32=tf32, dtype=dtype,
-        wanted=describe(x1.device).busy, least_tile=MIN_TILE,
+        after=after, wanted=describe(x1.device).busy, least_tile=MIN_TILE,
     )[0]  # fmt: skip
 
 
@@ -102,6 +103,7 @@ def launch_apply(
     early: bool = False,
     tf32: bool = False,
     dtype: torch.dtype | None = None,
+    after: After | None = None,
     pixels: int = 0,  # for `overlapping`; 0: it is to overlap at any size
     wanted: int | None = None,  # programs; where there are fewer, each has less to do
     least_tile: int | None = None,  # elements, then
@@ -132,11 +134,13 @@ def launch_apply(
     words = None if mask is None else mask.words
     assert words is None or (c1 % 8 == c % 8 == 0 and words.shape == (n, h, w, -(-c // WORD)))
     kept = None if words is None else words.view(torch.uint8)
+    after = After(None, None) if after is None else after.checked(n, c)
     norm_apply_kernel[(programs,)](
         x1, x2, *norm.both, norm.weight, norm.bias, *film, a, large, table, *map(row_stride, film),
         norm.pixels[0], norm.pixels[-1], h * w, c1, c2, *blocks, norm.eps, *mask_arguments(mask),
-        kept, activation, small_w if up else None, corners, early and bool(overlap), *ks, cg,
-        masked, *tile, *covering_groups(tile[-1], c1 if c2 else 0, cg),
+        kept, *after, *map(row_stride, after), activation, small_w if up else None, corners,
+        early and bool(overlap), *ks, cg, masked, *tile,
+        *covering_groups(tile[-1], c1 if c2 else 0, cg),
         triton.next_power_of_2(max(ks)), tf32, h * w * c >= 2**31,
         num_warps=config[3], **overlap,
     )  # fmt: skip

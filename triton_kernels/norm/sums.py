@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..activations import check_activation
+from ..activations import activate_affine, check_activation
 from ..reductions.tile_sum import sum_over_pixels
 from ..runtime.dependent_launch import await_inputs, overlapping
 from ..runtime.device import describe
@@ -150,8 +150,11 @@ def _norm_grad_partials_kernel(
     shift_ptr,  # [N, C] or None
     dz_ptr,  # [N, K * pixels, C], out; or None
     partial_ptr,  # float32 [N, K, 2, C]: D and E of a chunk
+    after_scale_ptr,  # [N, C], or None: nothing comes behind the activation
+    after_ptr,  # float32 [N, K, 2, C], out: then the sums of dy act(z) and of dy
     stride_scale,
     stride_shift,
+    stride_after,
     pixels,  # of a chunk
     C1,
     C,
@@ -186,6 +189,11 @@ def _norm_grad_partials_kernel(
     offs_y = chunk * pixels * C + (offs_p[:, None] * C + offs_c[None, :])
     acc_d = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     acc_e = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    acc_scale = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    acc_shift = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    if after_scale_ptr is not None:
+        after_ptrs = after_scale_ptr + n * stride_after + offs_c
+        after_scale = tl.load(after_ptrs, mask=mask_c, other=0.0).to(tl.float32)
     # with stores between the loads, more tiles at a time would only take registers
     UNROLL: tl.constexpr = 1 if dz_ptr is not None else (TILES if TILES < 4 else 4)
     zero = 0.0 if MASKED else None
@@ -195,6 +203,11 @@ def _norm_grad_partials_kernel(
             mask = (offs_p < pixels - p0)[:, None] & mask_c[None, :] if MASKED else None
             x = tl.load(x_ptrs + p0 * CH, mask=mask, other=zero).to(tl.float32)
             dy = tl.load(dy_ptr + offs_y + p0 * C, mask=mask, other=zero).to(tl.float32)
+            if after_scale_ptr is not None:
+                a = activate_affine(x - mean[None, :], (rstd * gain)[None, :], offset[None, :], ACT)
+                acc_scale += dy * a
+                acc_shift += dy
+                dy *= after_scale[None, :]
             xhat, dz = normalised_and_dz(x, dy, mean, rstd, gain, offset, ACT)
             if dz_ptr is not None:
                 tl.store(dz_ptr + offs_y + p0 * C, dz.to(dz_ptr.dtype.element_ty), mask=mask)
@@ -203,6 +216,10 @@ def _norm_grad_partials_kernel(
     out_ptr = partial_ptr + chunk * 2 * C + offs_c
     tl.store(out_ptr, sum_over_pixels(acc_d, dy_ptr.dtype.element_ty), mask=mask_c)
     tl.store(out_ptr + C, sum_over_pixels(acc_e, dy_ptr.dtype.element_ty), mask=mask_c)
+    if after_scale_ptr is not None:
+        out_ptr = after_ptr + chunk * 2 * C + offs_c
+        tl.store(out_ptr, sum_over_pixels(acc_scale, dy_ptr.dtype.element_ty), mask=mask_c)
+        tl.store(out_ptr + C, sum_over_pixels(acc_shift, dy_ptr.dtype.element_ty), mask=mask_c)
 
 
 def chunks_of_image(n: int, pixels: int, c: int, programs: int = 1) -> int:
@@ -252,16 +269,19 @@ def grad_partials_of(
     stats: Tensor | None = None,  # float32 [2, N, G]: mean and rstd; then the table is written,
     params: tuple[Tensor | None, ...] = (None,) * 4,  # from these, weight, bias, scale and shift
     dz_out: Tensor | None = None,  # [N, H, W, C]
+    after: tuple[Tensor | None, Tensor | None] = (None, None),  # [N, C]; float32 [N, K, 2, C], out
 ) -> Tensor:  # float32 [N, K, 2, C]
-    """The sum of dz = dy act'(z) and of dz xhat over each chunk, and dz itself if it is wanted."""
+    """The sum of dz = dy act'(z) and of dz xhat over each chunk, and dz itself if it is wanted.
+    With a scale behind the activation dz is that times the scale, and the sums of dy act(z) and of
+    dy are written."""
     x, x2 = xs
     n, h, w, c = dy.shape
     groups = 1 if stats is None else stats.shape[2]
     stats = (None, None) if stats is None else stats
     partials = dy.new_empty((n, grid.k, 2, c), dtype=torch.float32)
     _norm_grad_partials_kernel[(grid.programs,)](
-        dy, x, x2, table, *stats, *params, dz_out, partials, *map(row_stride, params[2:]),
-        h * w // grid.k, x.shape[3], c, groups, grid.k, grid.cb1, grid.cb, c // groups,
+        dy, x, x2, table, *stats, *params, dz_out, partials, *after,
+        *map(row_stride, (*params[2:], after[0])), h * w // grid.k, x.shape[3], c, groups, grid.k, grid.cb1, grid.cb, c // groups,
         activation, *grid.tile, num_warps=num_warps, **overlapping(dy.device),
     )  # fmt: skip
     return partials
@@ -273,9 +293,11 @@ def activation_grad(
     x2: Tensor | None,  # [N, H, W, C2], of that of x1
     table: Tensor,  # float32 [N, 4, C1 + C2]: mean, rstd, g, b
     activation: str,
-) -> tuple[Tensor, Tensor]:  # as da; float32 [N, K, 2, C1 + C2]
+    after_scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
+) -> tuple[Tensor, Tensor, Tensor | None]:  # as da; two float32 [N, K, 2, C1 + C2]
     """dz of a = act(z) from the gradient da, and the sums of dz and of dz xhat over each chunk,
-    before dz is rounded. `conv.fused.conv_input_grad` has this in its epilogue; here da comes from
+    before dz is rounded. Of scale act(z) + shift they are those of that, and the gradients of scale
+    and shift are sums over chunks of the last result. `conv.fused.conv_input_grad` has this in its epilogue; here da comes from
     something else, such as the resampling between activation and convolution of a block."""
     check_activation(activation)
     check_nhwc("da", da)
@@ -292,5 +314,9 @@ def activation_grad(
     wanted = max(triton.cdiv(h * w, _PIXELS), few)
     grid = cut_evenly(n, h * w, c1, c2, wanted, _TILE // block_c, block_c)
     dz = da.new_empty(da.shape)
-    partials = grad_partials_of(da, (x1, x2), table, activation, grid, 8, dz_out=dz)
-    return dz, partials
+    after = (None, None)
+    if after_scale is not None:
+        check_shape("after_scale", after_scale, n, c)
+        after = after_scale, da.new_empty((n, grid.k, 2, c), dtype=torch.float32)
+    partials = grad_partials_of(da, (x1, x2), table, activation, grid, 8, dz_out=dz, after=after)
+    return dz, partials, after[1]

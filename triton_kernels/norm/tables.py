@@ -73,6 +73,20 @@ class Statistics(NamedTuple):
             check_partials_of(part, count, n, c)
 
 
+class After(NamedTuple):
+    """What comes behind the activation, scale act(z) + shift: the FiLM of a policy's blocks (Perez
+    et al. 2018). Rows may be strided."""
+
+    scale: Tensor | None  # [N, C]
+    shift: Tensor | None  # [N, C]
+
+    def checked(self, n: int, c: int) -> "After":
+        """Itself. ValueError: its rows are not of n images of c channels."""
+        for name, rows in zip(self._fields, self, strict=True):
+            check_shape(name, rows, n, c)
+        return self
+
+
 class NormGrads(NamedTuple):
     """Where those gradients go that follow from the sums of a norm's backward pass. RowSums add to
     the first three; the others are written."""

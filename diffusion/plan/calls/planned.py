@@ -57,7 +57,7 @@ def evaluate(
     graph, given = made.graph, [x.detach() for x in (*inputs, *parameters)]
     starts = [*graph.inputs, *graph.parameters.values()]
     values = dict(zip(starts, given, strict=True)) | graph.constants
-    values |= {value: low[name] for value, name in made.low.items()}
+    values |= {value: at.of(low[at.name]) for value, at in made.low.items()}
     device = next((x.device for x in given), torch.device("cpu"))
     with torch.autocast(device.type, enabled=False):
         launch = launch or launcher(device)
@@ -210,7 +210,7 @@ def _launched_backward(
     if isinstance(launch, Launcher):
         launch = launch.of_backward(made.tables, device)
     if ctx.flat is not None:
-        accumulates = ctx.flat.begin({at.name for at in made.placed.values()})
+        accumulates = ctx.flat.begin({name for at in made.placed.values() for name in at.names})
         launch = replace(launch, in_places=True, accumulates=accumulates)
         values |= {value: at.of(ctx.flat.grads[at.name]) for value, at in made.placed.items()}
     with torch.autocast(device.type, enabled=False):

@@ -4,12 +4,18 @@ own, because its kernels read and write any type and any steps through memory.""
 import torch
 
 from ..graph import Node, Value, numbered
+from ..ops import AFTER
 from .rewrite import NOT_IN_A_STEP, Fusing, Row
 
 # of rows that lie apart
 _READERS = ("act", "add", "affine", "cast", "cat", "columns", "mul", "slice", "sum")
-_OF_EMBEDDING = ("norm_backward", "norm_grad_table", "skip_backward")  # which have gradients of it
-_ROWS = {"emb", "scale", "shift"}  # one for each image, which our kernels read so, too
+_OF_EMBEDDING = (
+    "norm_act_grad",
+    "norm_backward",
+    "norm_grad_table",
+    "skip_backward",
+)  # which have gradients of it
+_ROWS = {"emb", "scale", "shift", *AFTER}  # one for each image, which our kernels read so, too
 
 
 def cast_of_parts(f: Fusing, node: Node) -> Value | None:
@@ -59,7 +65,8 @@ def side_by_side(f: Fusing, node: Node) -> Value | None:
     parts = parts_of(node)
     made = [f.uncast(part) for part in parts]
     low = node.out.dtype != node.out.exact and all(
-        f.maker(x, *_OF_EMBEDDING) and f.reader(x, "cat", "cast") and f.reader(part, "cat")
+        len(x.shape) == 2
+        and (f.maker(x, *_OF_EMBEDDING) and f.reader(x, "cat", "cast") and f.reader(part, "cat"))
         for x, part in zip(made, parts, strict=True)
     )
     if not low and len(parts) == len(node.inputs):

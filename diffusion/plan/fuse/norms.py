@@ -40,6 +40,8 @@ def table_and_pass(f: Fusing, node: Node) -> Value | None:
 def input_grad(f: Fusing, node: Node) -> Value | None:
     """act'(z) and the sums for the norm, in the epilogue of the input gradient before it"""
     da, mask = node.inputs["da"], {}
+    if "after_scale" in node.inputs:
+        return None
     drops = f.maker(da, "dropout")
     if drops and ("rng" not in drops.inputs or da.shape[-1] % 4 or not f.reader(da, node.op)):
         drops = None

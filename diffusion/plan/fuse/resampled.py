@@ -1,6 +1,7 @@
 """Rows of what is halved or upsampled, in both passes of a training step."""
 
 from ..graph import Node, Value
+from ..ops import AFTER
 from .norms import NORM_DX
 from .rewrite import HALF, Fusing
 
@@ -24,7 +25,7 @@ def norm_of_upsampled(f: Fusing, node: Node) -> Value | None:
     up = f.maker(node.inputs["x0"], "upsample")
     if up is None or up.attrs["factor"] != HALF or len(node.many("x")) != 2:
         return None
-    if {"rng", "scale", "shift"} & set(node.inputs):
+    if {"rng", "scale", "shift", *AFTER} & set(node.inputs):
         return None
     large, small = up.out, up.inputs["x"]
     if f.reaches(up, *(value for role, value in node.inputs.items() if role != "x0")):

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from triton_kernels.conv.upsampled import UpsampledFilters
 from triton_kernels.norm.sums import SUM_PROGRAMS
-from triton_kernels.norm.tables import NormGrads, Statistics
+from triton_kernels.norm.tables import After, NormGrads, Statistics
 from triton_kernels.reductions.row_sums import RowSums
 
 from ..graph import Node, many
-from ..ops import SUMS_OF_NORM
+from ..ops import AFTER, SUMS_OF_NORM
 from ..schedule.streams import rounded
 from .table import Inputs, Launcher, image, images, launches, mask_of
 
@@ -48,9 +48,14 @@ def _of_type(node: Node) -> dict[str, torch.dtype]:
     return {} if dtype == node.inputs["x0"].dtype else {"dtype": dtype}
 
 
+def _after(given: Inputs) -> dict[str, After]:
+    """The scale and the shift behind the activation of a norm, where it has them."""
+    return {"after": After(*map(given.get, AFTER))} if AFTER[0] in given else {}
+
+
 @launches("norm_apply")
 def _norm_apply(run, node, given):
-    how = {"mask": mask_of(node, given)} | _of_type(node)
+    how = {"mask": mask_of(node, given)} | _of_type(node) | _after(given)
     y = run.kernels.apply(*images(given), given["table"], node.attrs["activation"], **how)
     return y.view(node.out.shape)
 
@@ -63,7 +68,9 @@ def _norm(run, node, given):
         words = node.outputs["words"]
         words = torch.empty(words.shape, dtype=words.dtype, device=given["x0"].device)
         mask = mask._replace(words=words)
-    y, table = run.kernels.norm_apply(*images(given), *how, mask=mask, **_of_type(node))
+    y, table = run.kernels.norm_apply(
+        *images(given), *how, mask=mask, **_of_type(node), **_after(given)
+    )
     return y.view(node.out.shape), table, mask and mask.words
 
 
@@ -77,11 +84,15 @@ def _norm_of_upsampled(run, node, given):
 # --- backward -------------------------------------------------------------------------------------
 
 
-@launches("norm_act_grad", makes=("dz", "partials"))
+@launches("norm_act_grad", makes=("dz", "partials", *AFTER))
 def _norm_act_grad(run, node, given):
-    how = *images(given), given["table"], node.attrs["activation"]
-    dz, partials = run.kernels.activation_grad(image(given["da"]), *how)
-    return dz.view(given["da"].shape), partials
+    how = *images(given), given["table"], node.attrs["activation"], given.get("after_scale")
+    dz, partials, after = run.kernels.activation_grad(image(given["da"]), *how)
+    sums = (None, None)
+    if after is not None:  # of each chunk of an image
+        sums = after[:, 0] if after.shape[1] == 1 else after.sum(1)
+        sums = sums.to(node.outputs["after_scale"].dtype).unbind(1)
+    return dz.view(given["da"].shape), partials, *sums
 
 
 @launches("conv_upsampled_dx", makes=("dz1", "dz2", "partials"))

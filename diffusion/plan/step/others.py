@@ -114,9 +114,16 @@ class _Gradients:
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
         """By a few launches; autograd would need one for each."""
-        if gradients:
-            places = [self.grads[name] for name in gradients]
-            torch._foreach_add_(places, list(map(_as_it_is, gradients.values(), places)))
+        alike = []
+        for name, gradient in gradients.items():
+            place = self.grads[name]
+            gradient = _as_it_is(gradient, place)
+            if (gradient.stride(), gradient.dtype) == (place.stride(), place.dtype):
+                alike.append((place, gradient))
+            else:  # in the list it would cost a launch for each pair
+                place.add_(gradient)
+        if alike:
+            torch._foreach_add_(*map(list, zip(*alike, strict=True)))
 
 
 def _named(views: dict[str, Tensor]) -> dict[str, Tensor]:

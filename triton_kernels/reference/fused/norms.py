@@ -63,14 +63,16 @@ def norm_table(partials, pixels, num_groups, weight, bias, eps, scale=None, shif
     return torch.stack(columns, dim=1)
 
 
-def apply(x1, x2, table, activation, *, mask=None, early=False, tf32=False, dtype=None):
-    """act(z) of the norm of x1, or of the concatenation of x1 and x2; and dropout, if there is a
-    mask. With `tf32`, here and below, the first results are rounded to TF32."""
+def apply(x1, x2, table, activation, *, mask=None, early=False, tf32=False, dtype=None, after=None):
+    """act(z) of the norm of x1, or of the concatenation of x1 and x2; the scale and the shift of
+    `after` [N, C] behind it; and dropout, if there is a mask. With `tf32`, here and below, the first results are rounded to TF32."""
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     mean, rstd, g, b = table.to(torch.promote_types(x.dtype, table.dtype)).unbind(1)
     a = ACTIVATION_FUNCTIONS[activation](
         (x - over_pixels(mean)) * over_pixels(rstd * g) + over_pixels(b)
     )
+    if after is not None:
+        a = a * over_pixels(after[0].to(a.dtype)) + over_pixels(after[1].to(a.dtype))
     return operand(drop(a.to(dtype or x.dtype), mask), tf32)
 
 
@@ -215,13 +217,18 @@ def grad_partials(dz, xhat):
     return torch.stack((dz.sum((1, 2)), (dz * xhat).sum((1, 2))), dim=1)[:, None]
 
 
-def activation_grad(da, x1, x2, table, activation):
-    """(dz, partials) of z in a = act(z), where z is the norm of x1, or of it beside x2."""
+def activation_grad(da, x1, x2, table, activation, after_scale=None):
+    """(dz, partials, None) of z in a = act(z), where z is the norm of x1, or of it beside x2. Of
+    scale act(z) + shift the last are sums [N, 1, 2, C]: of da a and of da."""
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     mean, rstd, g, b = table.unbind(1)
     xhat = (x - over_pixels(mean)) * over_pixels(rstd)
     with torch.enable_grad():
         z = (xhat * over_pixels(g) + over_pixels(b)).detach().requires_grad_()
         a = ACTIVATION_FUNCTIONS[activation](z)
+    after = None
+    if after_scale is not None:
+        after = grad_partials(da, a.detach()).flip(2)
+        da = da * over_pixels(after_scale.to(da.dtype))
     (dz,) = torch.autograd.grad(a, z, da)
-    return dz, grad_partials(dz, xhat)
+    return dz, grad_partials(dz, xhat), after

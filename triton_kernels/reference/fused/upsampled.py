@@ -72,5 +72,5 @@ def conv_upsampled_input_grad(dy, filters, *, inputs, tables, activation):
         activation_grad(da, x, None, rows, activation)
         for (da, x), rows in zip(halves, tables, strict=True)
     ]
-    (dz1, partials1), (dz2, partials2) = grads
+    (dz1, partials1, _), (dz2, partials2, _) = grads
     return dz1, dz2, torch.cat((partials1, partials2), 3)
