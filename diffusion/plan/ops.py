@@ -36,7 +36,7 @@ NORM = {
     "moments": "partials [N, K, 2, C] of x: sums, and squares about the mean, of K tiles of pixels",
     "norm_table": "table [N, 4, C] (mean, rstd, g, b) from the partials of one or two tensors",
     "norm_apply": "act((x - mean) rstd g + b) of one tensor, or of two side by side; "
-    "after_scale act(...) + after_shift, where it has these",
+    "after_scale act(...) + after_shift + after_add, where it has these",
 }
 # what backward is made of, beside the above
 BACKWARD = {

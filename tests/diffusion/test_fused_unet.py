@@ -140,7 +140,7 @@ IN_OTHERS = {
 # those of norms over channels, and of 16 bits beside float32, as under autocast, which
 # `tests.plan.test_fuse_casts` leaves out
 OF_CASTS = (
-    "added behind a norm over channels",
+    "added behind a norm",
     "concatenations as they are read",
     "copies as they are read",
     "parts cast where they are read",

@@ -59,7 +59,7 @@ def test_activation_grad(shape, activation, dtype, exact_x, second, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["mish", "identity"])
-@pytest.mark.parametrize("shape", [(2, 4, 6, 16), (3, 5, 7, 20), (1, 1, 40, 136)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 4, 8, 32), (3, 5, 7, 20), (1, 1, 40, 136)], ids=str)
 def test_scale_and_shift_behind_the_activation(shape, activation, dtype, device):
     """Their gradients, too, and that of what is in front; rows are columns of a wider tensor."""
     n, _, _, c = shape
@@ -67,7 +67,7 @@ def test_scale_and_shift_behind_the_activation(shape, activation, dtype, device)
     table = _randn(n, 4, c, seed=2, device=device)
     table[:, 1] = table[:, 1].abs() + 0.5
     wide = _randn(n, 2 * c + 5, seed=3, device=device, dtype=dtype)
-    after = After(wide[:, 5 : c + 5], wide[:, c + 5 :])
+    after = After(wide[:, 5 : c + 5], wide[:, c + 5 :], _randn(*shape, seed=4, device=device))
     y = norm_passes.apply(x, None, table, activation, after=after)
     exact = [rows.double() for rows in after]
     eps, atol = torch.finfo(dtype).eps, 1e-5 if dtype.itemsize == 4 else 1e-3

@@ -295,6 +295,26 @@ def test_projections_of_a_context_are_one_product(masked):
     assert agree(module, args) < BUDGET
 
 
+class OfConcat(nn.Module):
+    """A convolution of a concatenation."""
+
+    def __init__(self, c):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(n * c, c, 3, padding=1) for n in (1, 1, 2))
+
+    def forward(self, x):
+        return self.convs[2](torch.cat([conv(x) for conv in self.convs[:2]], dim=1))
+
+
+@pytest.mark.parametrize(("size", "products"), [(16, 2), (2, 1)])
+def test_gradients_of_halves_where_filters_are_smaller(size, products):
+    """Columns of filters are copies, as parts of a gradient are."""
+    args = (torch.randn(2, 8, size, size).double(),)
+    module = OfConcat(8).double()
+    assert agree(module, args) < BUDGET
+    assert plan(module, args, trains=True).graph.count()["conv_dx"] == products
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_every_row_is_used_by_the_networks(trains, products_on_small_images):
     module = ours({"dropout": 0.3}).model.train(trains)
@@ -310,6 +330,9 @@ def test_every_row_is_used_by_the_networks(trains, products_on_small_images):
     rows = (torch.randn(2, 3, 8),)
     plans += plan(*crossing, trains=trains), plan(layers, rows, trains=trains)
     plans += (plan(Gated(8), rows, trains=trains),)
+    plans += (plan(OfConcat(8), (torch.randn(2, 8, 16, 16),), trains=trains),)
+    odd = nn.Linear(1030, 1030).bfloat16(), (torch.randn(2, 1030).bfloat16(),)
+    plans += (plan(*odd, trains=trains),)
     if trains:  # on a GPU without a kernel for the gradient
         lacking = ",".join(kernel.name for kernel in CROSS_ATTENTION_GRAD.kernels)
         kernels = fused_ops, chip("h100").gpu._replace(off=lacking)
@@ -396,6 +419,38 @@ def test_rows_of_an_embedding_are_read_where_they_lie(trains):
     reading = [n for n in made.schedule.nodes if {"scale", "shift"} & set(n.inputs)]
     assert len(reading) == 1 + trains
     assert all(makers[n.inputs["scale"]].op == "columns" for n in reading)
+
+
+class Modulated(nn.Module):
+    """A block of a policy: FiLM behind the activation of the first norm, and what skips the block
+    behind that of the second."""
+
+    def __init__(self, c: int = 8, width: int = 3):
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv1d(c, c, 3, padding=1) for _ in range(2))
+        self.norms = nn.ModuleList(nn.GroupNorm(2, c) for _ in range(2))
+        self.film = nn.Linear(width, 2 * c)
+
+    def forward(self, x, emb):
+        h = F.mish(self.norms[0](self.convs[0](x)))
+        scale, shift = self.film(emb)[:, :, None].chunk(2, dim=1)
+        h = scale * h + shift
+        return F.mish(self.norms[1](self.convs[1](h))) + x
+
+
+def test_what_comes_behind_the_activation_is_in_the_pass_of_a_norm():
+    """Scale, shift and what skips the block; and their gradients in that of its activation."""
+    block, args = Modulated().double(), (torch.randn(2, 8, 5).double(), torch.randn(2, 3).double())
+    assert agree(block, args) < BUDGET
+    made = plan(block, args, trains=True)
+    (first, second) = (n for n in made.graph.nodes if n.op == "norm")
+    assert {"after_scale", "after_shift"} <= set(first.inputs) and "after_add" not in first.inputs
+    assert "after_add" in second.inputs and "after_scale" not in second.inputs
+    kinds = made.graph.count()
+    assert kinds["norm_act_grad"] == 2 and "conv_input_grad" not in kinds
+    assert not {"norm_apply", "mul", "elementwise", "add"} & set(kinds)
+    alone = plan(block, args).graph.count()
+    assert "norm_apply" in alone, "whose launches other networks join"
 
 
 def test_a_number_behind_a_sum_is_no_pass():

@@ -49,6 +49,7 @@ def norm_apply_kernel(
     bytes_ptr,  # uint8 [N, HW, bytes of words] or None: which elements are kept, a bit each
     after_scale_ptr,  # [N, C1 + C2], or None: nothing comes behind the activation
     after_shift_ptr,  # likewise
+    add_ptr,  # [N, HW, C1 + C2], or None: nothing is added to the result
     stride_after_scale,
     stride_after_shift,
     ACT: tl.constexpr,
@@ -125,6 +126,9 @@ def norm_apply_kernel(
 
     c0 = border + pid % CB * BLOCK_C
     a_ptrs = a_ptr + n * HW * C + offs_c
+    add_ptrs = None
+    if add_ptr is not None:
+        add_ptrs = add_ptr + n * HW * C + offs_c
     bytes_ptrs, mask_b = None, None
     if bytes_ptr is not None:
         offs_b = tl.arange(0, BLOCK_C // 8)
@@ -139,7 +143,7 @@ def norm_apply_kernel(
             _store_tile(
                 x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
                 rng_ptr, first + n, c0, stream, drop, bytes_ptrs, mask_b,
-                after_scale, after_shift,
+                after_scale, after_shift, add_ptrs,
                 ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, BLOCK_C, TF32, LARGE,
             )  # fmt: skip
             x = following
@@ -147,7 +151,7 @@ def norm_apply_kernel(
     _store_tile(
         x, a_ptrs, large_ptrs, p0, pixels, C1, C, mean, slope, b, mask_c, second,
         rng_ptr, first + n, c0, stream, drop, bytes_ptrs, mask_b, after_scale, after_shift,
-        ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, BLOCK_C, TF32, LARGE,
+        add_ptrs, ACT, SMALL_W, CORNERS, MASKED, BLOCK_P, BLOCK_C, TF32, LARGE,
     )  # fmt: skip
 
 
@@ -194,6 +198,7 @@ def _store_tile(
     mask_b,  # likewise
     after_scale,  # [BLOCK_C] or None
     after_shift,  # likewise
+    add_ptrs,  # as a_ptrs, or None
     ACT: tl.constexpr,
     SMALL_W: tl.constexpr,
     CORNERS: tl.constexpr,
@@ -225,6 +230,8 @@ def _store_tile(
             inside = (offs_p < pixels)[:, None] & mask_b[None, :] if MASKED else None
             tl.store(bytes_ptrs[None, :] + offs_p[:, None] * bytes_of_words(C), eight, mask=inside)
         a = tl.where(keep, a * (1.0 / (1.0 - drop)), 0.0)
+    if add_ptrs is not None:
+        a += tl.load(add_ptrs[None, :] + offs_p[:, None] * C, mask=mask).to(tl.float32)
     a = as_operand(a, a_ptrs.dtype.element_ty, TF32)
     if SMALL_W is None:
         tl.store(a_ptrs[None, :] + offs_p[:, None] * C, a, mask=mask)

@@ -54,8 +54,9 @@ def apply(
     dtype: torch.dtype | None = None,  # of the result; None: that of x1
     after: After | None = None,
 ) -> Tensor:  # [N, H, W, C1 + C2]
-    """act(norm(x)) of x = x1 beside x2, scale act(norm(x)) + shift with those of `after`, and
-    dropout of it if there is a mask. Its words, if it has any, are written.
+    """act(norm(x)) of x = x1 beside x2, scale act(norm(x)) + shift with those of `after`, dropout
+    of it if there is a mask, and the sum with what is to be added. The words of the mask, if it has
+    any, are written.
 
     `early` says that the previous kernel makes the table, and that x1 and x2 are older: then they
     are read while that launch is still under way, where kernels overlap (`dependent_launch`). With
@@ -134,11 +135,12 @@ def launch_apply(
     words = None if mask is None else mask.words
     assert words is None or (c1 % 8 == c % 8 == 0 and words.shape == (n, h, w, -(-c // WORD)))
     kept = None if words is None else words.view(torch.uint8)
-    after = After(None, None) if after is None else after.checked(n, c)
+    after = (After() if after is None else after).checked(n, h, w, c)
+    assert not up or after.add is None, "nothing is added to what is upsampled"
     norm_apply_kernel[(programs,)](
         x1, x2, *norm.both, norm.weight, norm.bias, *film, a, large, table, *map(row_stride, film),
         norm.pixels[0], norm.pixels[-1], h * w, c1, c2, *blocks, norm.eps, *mask_arguments(mask),
-        kept, *after, *map(row_stride, after), activation, small_w if up else None, corners,
+        kept, *after, *map(row_stride, after[:2]), activation, small_w if up else None, corners,
         early and bool(overlap), *ks, cg, masked, *tile,
         *covering_groups(tile[-1], c1 if c2 else 0, cg),
         triton.next_power_of_2(max(ks)), tf32, h * w * c >= 2**31,

@@ -281,8 +281,9 @@ def grad_partials_of(
     partials = dy.new_empty((n, grid.k, 2, c), dtype=torch.float32)
     _norm_grad_partials_kernel[(grid.programs,)](
         dy, x, x2, table, *stats, *params, dz_out, partials, *after,
-        *map(row_stride, (*params[2:], after[0])), h * w // grid.k, x.shape[3], c, groups, grid.k, grid.cb1, grid.cb, c // groups,
-        activation, *grid.tile, num_warps=num_warps, **overlapping(dy.device),
+        *map(row_stride, (*params[2:], after[0])), h * w // grid.k, x.shape[3], c, groups, grid.k,
+        grid.cb1, grid.cb, c // groups, activation, *grid.tile,
+        num_warps=num_warps, **overlapping(dy.device),
     )  # fmt: skip
     return partials
 
@@ -296,9 +297,10 @@ def activation_grad(
     after_scale: Tensor | None = None,  # [N, C1 + C2], rows may be strided
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # as da; two float32 [N, K, 2, C1 + C2]
     """dz of a = act(z) from the gradient da, and the sums of dz and of dz xhat over each chunk,
-    before dz is rounded. Of scale act(z) + shift they are those of that, and the gradients of scale
-    and shift are sums over chunks of the last result. `conv.fused.conv_input_grad` has this in its epilogue; here da comes from
-    something else, such as the resampling between activation and convolution of a block."""
+    before dz is rounded. `conv.fused.conv_input_grad` has this in its epilogue; here da comes from
+    something else, such as the resampling between activation and convolution of a block. With a
+    scale behind the activation, da is of scale act(z) + shift, whose gradients are sums over the
+    chunks of the last result."""
     check_activation(activation)
     check_nhwc("da", da)
     n, h, w, c = da.shape

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ..reductions.row_sums import RowSums, rows_of
 from ..runtime.dependent_launch import overlapping
-from ..runtime.layout import check_shape, row_stride
+from ..runtime.layout import check_nhwc, check_shape, row_stride
 from .table_kernels import norm_grad_table_kernel, norm_table_kernel
 
 # Lanes times tiles that a warp loads at once: 32 numbers a thread of each of two statistics. Half
@@ -74,16 +74,20 @@ class Statistics(NamedTuple):
 
 
 class After(NamedTuple):
-    """What comes behind the activation, scale act(z) + shift: the FiLM of a policy's blocks (Perez
-    et al. 2018). Rows may be strided."""
+    """What comes behind the activation: scale act(z) + shift, the FiLM of a policy's blocks (Perez
+    et al. 2018), whose rows may be strided, and, behind dropout, another tensor."""
 
-    scale: Tensor | None  # [N, C]
-    shift: Tensor | None  # [N, C]
+    scale: Tensor | None = None  # [N, C], with a shift or not at all
+    shift: Tensor | None = None  # [N, C]
+    add: Tensor | None = None  # [N, H, W, C], of any type
 
-    def checked(self, n: int, c: int) -> "After":
-        """Itself. ValueError: its rows are not of n images of c channels."""
-        for name, rows in zip(self._fields, self, strict=True):
+    def checked(self, n: int, h: int, w: int, c: int) -> "After":
+        """Itself. ValueError: it is not of n images of c channels, or not in NHWC order."""
+        for name, rows in (("scale", self.scale), ("shift", self.shift)):
             check_shape(name, rows, n, c)
+        if self.add is not None:
+            check_nhwc("add", self.add)
+            check_shape("add", self.add, n, h, w, c)
         return self
 
 

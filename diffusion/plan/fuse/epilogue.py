@@ -95,6 +95,8 @@ def epilogue_factor(f: Fusing, node: Node) -> Value | None:
 # by op, of each result: the inputs that are added to it
 _ADDED = {
     "channel_norm": {"y": ("residual",)},
+    "norm": {"y": ("after_add",)},
+    "norm_apply": {"y": ("after_add",)},
     "norm_dx": {"dx1": ("add1", "add1_second"), "dx2": ("add2",)},
     "channel_norm_grad": {"x": ("add",)},
     "avg_pool_grad": {"y": ("add",)},
@@ -106,8 +108,10 @@ def added(f: Fusing, node: Node) -> Value | None:
     """A summand is added by the launch that makes the other one"""
     for y, other in f.summands(node):
         made = f.maker(y, *_ADDED)
-        if made is None or f.reader(y, "add") is not node:
+        if made is None or made in f.before or f.reader(y, "add") is not node:
             continue
+        if made.op in ("norm", "norm_apply") and f.mode != "train":
+            continue  # a UNet's blocks end in convolutions, and `join` has no place for it
         role = next(r for r, v in made.outputs.items() if v is y)
         places = _ADDED[made.op].get(role, ())
         place = next((p for p in places if p not in made.inputs), None)

@@ -54,7 +54,7 @@ FORWARD_ROWS = (
         "1.3 % of a step of 32 images, 2.9 of 128", ("train", "step")
     ),
     Row(
-        "added behind a norm over channels", ("add",), added,
+        "added behind a norm", ("add",), added,
         "4.5 % of a step of denoising_diffusion at 64 images, with PyTorch's AdamW"
     ),
     Row(

@@ -49,8 +49,10 @@ def _of_type(node: Node) -> dict[str, torch.dtype]:
 
 
 def _after(given: Inputs) -> dict[str, After]:
-    """The scale and the shift behind the activation of a norm, where it has them."""
-    return {"after": After(*map(given.get, AFTER))} if AFTER[0] in given else {}
+    """What comes behind the activation of a norm, where something does."""
+    add = image(given["after_add"]) if "after_add" in given else None
+    after = After(*map(given.get, AFTER), add)
+    return {} if all(part is None for part in after) else {"after": after}
 
 
 @launches("norm_apply")

@@ -91,6 +91,10 @@ def _product_dx(run, node, given):
     dy, weight = given["dy"], given["weight"]
     if dy.ndim == 4 and node.keeps_size:
         return run.of(node).conv_plain_input_grad(dy, run.filters(weight))
+    if node.op == "linear_dx" and weight.numel() > dy.numel():  # a copy would take longer than it
+        rows = _rows(dy).contiguous()
+        operands = rows, run.filters(weight.to(dy.dtype)), rows.shape[1:3], 1, (0, 0)
+        return run.of(node).conv2d_input_grad(*operands).view(node.out.shape)
     if node.op == "linear_dx":
         y = _conv2d(run, _rows(dy), as_filters(weight.T), None, tf32=node.tf32)
         return y.view(node.out.shape)

@@ -65,15 +65,18 @@ def norm_table(partials, pixels, num_groups, weight, bias, eps, scale=None, shif
 
 def apply(x1, x2, table, activation, *, mask=None, early=False, tf32=False, dtype=None, after=None):
     """act(z) of the norm of x1, or of the concatenation of x1 and x2; the scale and the shift of
-    `after` [N, C] behind it; and dropout, if there is a mask. With `tf32`, here and below, the first results are rounded to TF32."""
+    `after` [N, C] behind it; dropout, if there is a mask; and a tensor added to that. With `tf32`,
+    here and below, the first results are rounded to TF32."""
     x = x1 if x2 is None else torch.cat((x1, x2), dim=3)
     mean, rstd, g, b = table.to(torch.promote_types(x.dtype, table.dtype)).unbind(1)
     a = ACTIVATION_FUNCTIONS[activation](
         (x - over_pixels(mean)) * over_pixels(rstd * g) + over_pixels(b)
     )
-    if after is not None:
-        a = a * over_pixels(after[0].to(a.dtype)) + over_pixels(after[1].to(a.dtype))
-    return operand(drop(a.to(dtype or x.dtype), mask), tf32)
+    scale, shift, add = (None,) * 3 if after is None else after
+    if scale is not None:
+        a = a * over_pixels(scale.to(a.dtype)) + over_pixels(shift.to(a.dtype))
+    y = drop(a.to(dtype or x.dtype), mask)
+    return operand(y if add is None else (y + add).to(y.dtype), tf32)
 
 
 def apply_upsampled(
