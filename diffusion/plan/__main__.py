@@ -49,16 +49,19 @@ from ..factory import (
     with_conditions,
 )
 from ..models.conditions import parts_of, zeros_given
+from ..models.flat_parameters import FlatParameters
 from ..models.unet import UNet
 from ..models.unet1d import UNet1d
 from ..presets import CONFIGS, parsed, preset
 from ..runtime.backend import PRECISIONS, Backend
 from .build import Plan, plan
+from .embedding import TOGETHER
 from .graph import PlanError
 from .inference1d import real_time_plan
 from .launch.table import Kernels
 from .printed.call import call_memory
 from .printed.evaluation import evaluation_memory
+from .printed.kernels import noting
 from .printed.memory import STEP, Memory
 from .printed.page import Page, page
 from .printed.step import step_page
@@ -67,6 +70,7 @@ from .printed.timeline import check_picture, draw
 from .record.without_gpu import cuda_autocast
 from .sampling_plan import sampling_plan
 from .step.network import TrainingUNet, step_kernels
+from .step.others import in_flat_buffers
 from .user_module import in_bf16, names_function, user_function
 
 _MODELS = CONFIGS / "model"
@@ -212,8 +216,8 @@ def _plan(
     network: nn.Module, args: tuple, kwargs: dict, trains: bool, gpu: Chip
 ) -> tuple[Plan, Chip, Kernels, Callable]:
     """What runs, on which kernels, and what counts its memory: samplers and policies ask the
-    framework's networks in their own ways. Other networks have the plan of `accelerate`, in
-    train.py too, and what runs layer by layer."""
+    framework's networks in their own ways. Other networks have the plan of `accelerate`, and what
+    runs layer by layer; in train.py with flat buffers."""
     states = (*network.parameters(), *network.buffers())
     held = sum(x.nbytes for x in states)
     if isinstance(network, UNet1d) and not trains:
@@ -222,8 +226,14 @@ def _plan(
         shared = 1 if network.global_cond_dim is None else 2
         memory = partial(evaluation_memory, network=held, copied=None, shared=shared)
         return made, gpu, fused_ops, memory
-    if trains or not isinstance(network, UNet):
-        return plan(network, args, kwargs, trains=trains), gpu, fused_ops, call_memory
+    if trains:
+        with noting(gpu):
+            flat = in_flat_buffers(network, FlatParameters(network, together=TOGETHER))
+        options = {"tf32": (network.backend.allow_tf32,) * 2, "rounds": True, "flat": flat}
+        made = plan(network, args, kwargs, trains=True, kernels=(fused_ops, gpu.gpu), **options)
+        return made, gpu, fused_ops, call_memory
+    if not isinstance(network, UNet):
+        return plan(network, args, kwargs), gpu, fused_ops, call_memory
     n, c, h, w = args[0].shape
     device = args[0].device
     shape, context = torch.Size((n, h, w, c)), parts_of(args[2] if len(args) > 2 else None).context

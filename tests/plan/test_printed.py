@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diffusion.errors import ConfigError
-from diffusion.plan.__main__ import changes, example, main, settings
+from diffusion.plan.__main__ import _page, changes, example, main, settings
 from diffusion.plan.build import plan
 from diffusion.plan.printed.flops import flops_of
 from diffusion.plan.printed.page import lines
@@ -190,6 +190,18 @@ def test_a_policy_has_a_page(capsys):
     assert "forward: " in page and " stage18 " in page and " head1 " in page
     assert "every block's FiLM, once for the observations" in page
     assert "with the norm, residual, skip connection in front of it" in page
+
+
+def test_a_policy_trains_in_flat_buffers():
+    """As by train.py, where most filters are read in 16 bits as they lie: accelerate's plan casts
+    all of them."""
+    given = settings(["model=unet1d", "batch=4", "mode=train"])
+    found = _page(given, {}, chip("h200"))
+    network, *_ = example("unet1d", 4, "", "bf16")
+    numbers = sum(p.numel() for p in network.parameters())
+    cast = sum(line.bytes for line in found.lines if line.pass_ == "parameters")
+    assert {"forward", "backward"} <= {line.pass_ for line in found.lines}
+    assert cast < 0.5 * 4 * numbers
 
 
 def test_a_module_of_the_users(capsys):

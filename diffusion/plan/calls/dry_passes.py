@@ -5,6 +5,7 @@ Nobody writes these tensors, and PyTorch's own kernels see shapes alone.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,11 +27,12 @@ _VIEWS = (*FREE, "slice", "layout")  # which may make no memory
 
 
 def starts(plan: Plan) -> dict[Value, Tensor]:
-    """What a call of a plan begins with, and gradients of results, in host memory that nobody
-    writes."""
+    """What a call of a plan begins with, gradients of results, and what lies in the flat buffers of
+    a step, in host memory that nobody writes."""
     begins = [*plan.graph.inputs, *plan.graph.parameters.values()]
     begins += [] if plan.backward is None else plan.backward.seeds.values()
-    return {v: blank(v, v in plan.graph.in_order) for v in begins} | plan.graph.constants
+    found = {v: blank(v, v in plan.graph.in_order) for v in begins} | plan.graph.constants
+    return found | {v: _as_filters_lie(v) for v in (*plan.low, *plan.placed)}
 
 
 def launches_of(made: Plan, tensors: Sequence[Tensor], gpu: Device) -> list[Launch]:
@@ -62,12 +64,14 @@ def dry_passes(
         note(node)
         return made
 
+    run = replace(run, in_places=bool(plan.placed))
     orders = {v: unwritten(values[v], META) for v in plan.graph.parameters.values()}
     with torch.no_grad():
         run_moves(plan.schedule.moves, values, Streams(HOST, others=0), launch, watch=watch)
         for value, parameter in orders.items():
             grad = plan.backward and plan.backward.grads.get(value)
-            if grad:  # which autograd is given in the order of the parameter
+            if grad and grad not in plan.placed:
+                # which autograd is given in the order of the parameter
                 as_it_lies(unwritten(values[grad], META), parameter, run.kernels)
 
 
@@ -90,6 +94,12 @@ def _viewed(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[V
         return {node.out: unwritten(y, HOST)}
     start = x.storage_offset() + y.storage_offset()
     return {node.out: x.as_strided(y.shape, y.stride(), start)}
+
+
+def _as_filters_lie(value: Value) -> Tensor:
+    """Its memory in the order of the kernels, [CO, ..., CI]."""
+    co, ci, *taps = value.shape
+    return torch.empty((co, *taps, ci), dtype=value.dtype).movedim(-1, 1)
 
 
 def blank(value: Value, in_order: bool = False) -> Tensor:

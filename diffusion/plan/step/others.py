@@ -76,18 +76,24 @@ class _Call(nn.Module):
         return self.model.forward_nhwc(x, t, labels, rng=rng, first=self.first)
 
 
+def in_flat_buffers(
+    model: nn.Module, flat: FlatParameters
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """By the names of parameters, the gradients that plans may write, and parameters in 16 bits, if
+    the model computes in these; as `build.plan` takes them."""
+    # those with hooks pass through autograd
+    free = {name for name, p in model.named_parameters() if not has_hooks(p)}
+    grads = {name: view for name, view in flat.views(flat.grad).items() if name in free}
+    dtype = model.backend.dtype
+    return grads, flat.views(flat.low(dtype)) if dtype.itemsize == 2 else {}
+
+
 class _Gradients:
     """The flat gradient, and parameters in 16 bits, by their names in a `_Call`."""
 
     def __init__(self, model: nn.Module, flat: FlatParameters) -> None:
-        self._flat, backend = flat, model.backend
-        self._all = _named(flat.views(flat.grad))
-        # those with hooks pass through autograd
-        free = {name for name, p in model.named_parameters() if not has_hooks(p)}
-        self.grads = {k: v for k, v in self._all.items() if k.removeprefix(_MODEL) in free}
-        self.low: dict[str, Tensor] = {}
-        if backend.dtype in (torch.bfloat16, torch.float16):
-            self.low = _named(flat.views(flat.low(backend.dtype)))
+        self._flat, self._all = flat, _named(flat.views(flat.grad))
+        self.grads, self.low = map(_named, in_flat_buffers(model, flat))
         self._written: set[str] = set()  # by the first backward pass of the last step
         self._old: set[str] = set()  # which have the last step's gradient
         self._is_first = True
