@@ -329,7 +329,7 @@ PREPARING = (
     ),
     Row(
         "rows of filters at multiples of 16 bytes", ("linear",), _rows_of_16_bytes,
-        "a policy's step of 64 chunks: 3.07 -> 2.51 ms (H200), with FiLM in the passes of norms",
+        "a policy's step of 64 chunks: 3.07 -> 2.51 ms, with FiLM in the passes of norms",
         ("train",)
     ),
     Row(
