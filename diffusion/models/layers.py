@@ -162,10 +162,9 @@ class ConvTranspose1d(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.weight.permute(2, 1, 0)  # [4, CO, CI]
-        zero = torch.zeros_like(w[0])
-        even = torch.stack((w[3], w[1], zero), dim=1)
-        odd = torch.stack((zero, w[2], w[0]), dim=1)
-        taps = torch.cat((even, odd))  # [2CO, 3, CI]
+        zeros = torch.zeros_like(w[:2])
+        taps = torch.cat((w[3:], w[1:2], zeros, w[2:3], w[:1]))  # three of even steps, of odd ones
+        taps = taps.unflatten(0, (2, 3)).transpose(1, 2).flatten(0, 1)  # [2CO, 3, CI]
         y = self.backend.ops.conv2d(
             x,
             taps.movedim(2, 1).unsqueeze(2),  # [2CO, CI, 1, 3]
