@@ -24,8 +24,9 @@ class FlatParameters:
     buffer is to write the model, in place. The gaps that align the parameters hold zeros and stay
     zero under every update. Filters of convolutions come first, in the order of the model, up to
     element `filters_end`; parameters whose names end in one of `together` come last and become
-    neighbours, group by group. If the model computes in 16 bits there are gaps behind the rows of
-    their matrices, which so are at equal steps of multiples of 16 bytes in that dtype.
+    neighbours, group by group and without gaps, but for those behind rows of matrices that the
+    model multiplies in 16 bits (its `rows_in_low`, endings of names): in that dtype these rows, of
+    all of a group, are at equal steps of multiples of 16 bytes.
 
     Without `trains` the model stays as it is: `param` is a copy, and there is no other buffer
     (`grad`, the moments and `ema` are names of it).
@@ -38,7 +39,8 @@ class FlatParameters:
         if not named:
             raise ValueError("the model has no parameters")
         backend = getattr(model, "backend", None)
-        in_rows = trains and backend is not None and backend.dtype.itemsize == 2
+        is_low = trains and backend is not None and backend.dtype.itemsize == 2
+        in_rows = getattr(model, "rows_in_low", ()) if is_low else ()
         groups = {name: _group(name, parameter, together) for name, parameter in named}
         named.sort(key=lambda pair: groups[pair[0]])
         self._slots: dict[str, tuple[int, torch.Size, tuple[int, ...]]] = {}
@@ -48,7 +50,7 @@ class FlatParameters:
                 size = -(-size // _ALIGNMENT) * _ALIGNMENT
             before = groups[name]
             count, strides = parameter.numel(), _dense_strides(parameter)
-            if in_rows and groups[name] >= 0 and parameter.ndim == 2 and strides[1] == 1:
+            if groups[name] >= 0 and name.endswith(in_rows) and strides[-1] == 1:
                 row = -(-parameter.shape[1] // _ROW) * _ROW
                 count, strides = len(parameter) * row, (row, 1)
             self._slots[name] = (size, parameter.shape, strides)

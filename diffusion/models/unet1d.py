@@ -114,6 +114,9 @@ class UNet1d(Layer):
     the step embedding has no pairs.
     """
 
+    # each block's map of the condition to scale and bias, see `FlatParameters`
+    rows_in_low = ("cond_encoder.1.weight",)
+
     def __init__(
         self,
         input_dim: int,  # of an action

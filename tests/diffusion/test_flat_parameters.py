@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from diffusion.models.flat_parameters import FlatParameters
+from diffusion.models.flat_parameters import FlatParameters, are_neighbours, over_neighbours
+from diffusion.models.unet import UNet
+from diffusion.models.unet1d import UNet1d
+from diffusion.plan.embedding import TOGETHER
+from diffusion.runtime.backend import Backend
+from triton_kernels import reference
 from triton_kernels.registry.chips import chip
 from triton_kernels.runtime.device import is_rehearsal, standing_for
 
@@ -33,6 +38,33 @@ def test_every_parameter_is_aligned():
     flat = FlatParameters(small_model())
     for view in flat.views(flat.param).values():
         assert view.storage_offset() % 64 == 0
+
+
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float32, 21), (torch.bfloat16, 24)], ids=str)
+def test_rows_in_16_bits_begin_at_multiples_of_16_bytes(dtype, step):
+    """Those of a policy's FiLM, one after the other; not a UNet's, whose embedding is float32."""
+    low = Backend("torch", reference, dtype)
+    policy = UNet1d(2, 5, diffusion_step_embed_dim=16, down_dims=(16, 32), backend=low)
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    flat = FlatParameters(policy, together=TOGETHER)
+    views = flat.views(flat.param)
+    names = [name for name in views if name.endswith("cond_encoder.1.weight")]
+    assert all(torch.equal(views[name], x) for name, x in before.items())
+    assert {views[name].stride() for name in names} == {(step, 1)}
+    assert are_neighbours(views, names)
+    whole = over_neighbours(views[names[0]], (sum(len(views[name]) for name in names), step))
+    assert torch.equal(whole[:, :21], torch.cat([before[name] for name in names]))
+    assert not whole[:, 21:].any()
+    sizes = {
+        "image_size": 8,
+        "in_channels": 3,
+        "out_channels": 3,
+        "num_groups": 3,
+        "attention_resolutions": (),
+    }
+    unet = UNet(model_channels=9, num_res_blocks=1, channel_mult=(1,), backend=low, **sizes)
+    FlatParameters(unet, together=TOGETHER)
+    assert all(p.is_contiguous() for p in unet.parameters() if p.ndim == 2)
 
 
 def test_backward_fills_the_flat_gradient():

@@ -176,8 +176,8 @@ def low_parameters(
     gone: set[Node] = set()
     for node in graph.nodes:
         cat = makers.get(node.inputs["x"]) if node.op == "pad" else node
-        behind = node.op == "cat" or node.attrs.get("pads", [(0, 0)])[0] == (0, 0)
-        if cat is None or cat.op != "cat" or cat.attrs["axis"] or not behind:
+        before = any(start for start, _ in node.attrs.get("pads", ()))
+        if cat is None or cat.op != "cat" or cat.attrs["axis"] or before:
             continue
         casts = [makers.get(part) for part in cat.many("x")]
         if any(n is None or n.op != "cast" or n.inputs["x"] not in names for n in casts):
