@@ -14,7 +14,7 @@ from diffusion.models.flat_parameters import FlatParameters
 from diffusion.models.layers import Conv2d, Network, set_backend
 from diffusion.models.unet1d import UNet1d
 from diffusion.plan.embedding import TOGETHER
-from diffusion.plan.fuse import preparing
+from diffusion.plan.fuse import embeddings
 from diffusion.plan.step.others import TrainingNetwork
 from diffusion.runtime.backend import Backend
 from tests.diffusion.diffusers_models import perturbed
@@ -133,7 +133,7 @@ def test_gradients_of_steps(name, dtype, device, monkeypatch):
     set_backend(exact, FLOAT64)
     set_backend(model, Backend("triton", triton_kernels, dtype))
     flat = FlatParameters(model, together=TOGETHER)
-    monkeypatch.setattr(preparing, "_LARGE", 1)
+    monkeypatch.setattr(embeddings, "_LARGE", 1)
     network = TrainingNetwork(model, flat)
     cond = torch.randn(2, 5, device=device) if name == "a policy" else None
     flat.grad.fill_(7)

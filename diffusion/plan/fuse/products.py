@@ -1,6 +1,6 @@
-"""Rows of gradients of concatenations."""
+"""Products of one value as one, and rows of gradients of concatenations."""
 
-from ..graph import Node, Value
+from ..graph import Node, Value, numbered
 from .rewrite import Fusing
 
 
@@ -49,3 +49,32 @@ def _with_columns(f: Fusing, before: Node, product: Node, ends: dict, spec: dict
     made = f.insert(before, product.op, product.inputs | {"weight": columns}, spec, **product.attrs)
     made.of_matrices = product.of_matrices
     return made
+
+
+def side_by_side_product(f: Fusing, products: list[Node]) -> Value:
+    """What these products of one value make, side by side, by one product."""
+    first = products[0]
+    weights = [p.inputs["weight"] for p in products]
+    rows, ci = sum(w.shape[0] for w in weights), weights[0].shape[1]
+    inputs = {"x": first.inputs["x"], "weight": _stacked(f, first, weights, (rows, ci))}
+    if "bias" in first.inputs:
+        inputs["bias"] = _stacked(f, first, [p.inputs["bias"] for p in products], (rows,))
+    spec = {"y": ((*first.out.shape[:-1], rows), first.out.dtype)}
+    product = f.insert(first, "linear", inputs, spec)
+    product.of_matrices = first.of_matrices
+    return product.out
+
+
+def _stacked(f: Fusing, before: Node, parts: list[Value], shape: tuple[int, ...]) -> Value:
+    """These rows, one after the other. Where they are every third of one value, as EDM has q, k and
+    v, that is one copy."""
+    spec = {"y": (shape, parts[0].dtype)}
+    copies = [f.maker(part, "layout") for part in parts]
+    if None not in copies and len({(c.inputs["x"], c.attrs["pieces"]) for c in copies}) == 1:
+        first, second, *_ = offsets = [copy.attrs["offset"] for copy in copies]
+        step = second - first
+        if offsets == [first + i * step for i in range(len(offsets))]:
+            pieces = ((len(parts), step), *copies[0].attrs["pieces"])
+            inputs = {"x": copies[0].inputs["x"]}
+            return f.insert(before, "layout", inputs, spec, pieces=pieces, offset=first).out
+    return f.insert(before, "cat", numbered("x", parts), spec, axis=0).out
