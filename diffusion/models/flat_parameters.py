@@ -10,8 +10,7 @@ from triton_kernels.runtime.device import is_rehearsal
 from triton_kernels.tf32 import rounded_to_tf32
 
 _ALIGNMENT = 64  # elements: every parameter starts at a multiple of 256 bytes (float32), 128 (bf16)
-
-_ROW = 8  # elements, 16 bytes in 16 bits: rows of `together` start at multiples of it
+_ROW = 8  # elements, 16 bytes in 16 bits: rows of `rows_in_low` start at multiples of it
 
 _FILTERS, _OTHERS = -2, -1  # the groups before those of `together`
 

@@ -61,7 +61,6 @@ from .inference1d import real_time_plan
 from .launch.table import Kernels
 from .printed.call import call_memory
 from .printed.evaluation import evaluation_memory
-from .printed.kernels import noting
 from .printed.memory import STEP, Memory
 from .printed.page import Page, page
 from .printed.step import step_page
@@ -227,7 +226,7 @@ def _plan(
         memory = partial(evaluation_memory, network=held, copied=None, shared=shared)
         return made, gpu, fused_ops, memory
     if trains:
-        with noting(gpu):
+        with standing_for(gpu.gpu):
             flat = in_flat_buffers(network, FlatParameters(network, together=TOGETHER))
         options = {"tf32": (network.backend.allow_tf32,) * 2, "rounds": True, "flat": flat}
         made = plan(network, args, kwargs, trains=True, kernels=(fused_ops, gpu.gpu), **options)

@@ -122,9 +122,9 @@ MEMORY = ("memory_k", "memory_v")
 WEIGHT_GRADS = ("conv_dw", "linear_dw", "weight_grads")
 # what norm_grad_table makes that are sums over images, side by side in its rows; and
 # channel_norm_grad, of pixels that are all treated alike
-# of a norm: rows of images behind the activation
-AFTER = "after_scale", "after_shift"
 SUMS_OF_NORM = ("weight", "bias", "input_bias")
 SUMS_OF_CHANNEL_NORM = ("bias", "weight")
+# what multiplies, and is added to, a norm's result behind its activation: a row for each image
+AFTER = ("after_scale", "after_shift")
 FREE = ("reshape", "columns", "detach", "rewritten")  # which make no memory
 OPS = FORWARD | NORM | BACKWARD | FUSED | STEP | JOINED | STAGED

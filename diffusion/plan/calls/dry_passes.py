@@ -32,7 +32,7 @@ def starts(plan: Plan) -> dict[Value, Tensor]:
     begins = [*plan.graph.inputs, *plan.graph.parameters.values()]
     begins += [] if plan.backward is None else plan.backward.seeds.values()
     found = {v: blank(v, v in plan.graph.in_order) for v in begins} | plan.graph.constants
-    return found | {v: _as_filters_lie(v) for v in (*plan.low, *plan.placed)}
+    return found | {v: blank(v, in_order=True) for v in (*plan.low, *plan.placed)}
 
 
 def launches_of(made: Plan, tensors: Sequence[Tensor], gpu: Device) -> list[Launch]:
@@ -96,14 +96,9 @@ def _viewed(run: Launcher, node: Node, values: Mapping[Value, Tensor]) -> dict[V
     return {node.out: x.as_strided(y.shape, y.stride(), start)}
 
 
-def _as_filters_lie(value: Value) -> Tensor:
-    """Its memory in the order of the kernels, [CO, ..., CI]."""
+def blank(value: Value, in_order: bool = False) -> Tensor:
+    """Its memory; of filters in the order of the kernels, [CO, ..., CI], if `in_order`."""
+    if not in_order:
+        return torch.empty(value.shape, dtype=value.dtype)
     co, ci, *taps = value.shape
     return torch.empty((co, *taps, ci), dtype=value.dtype).movedim(-1, 1)
-
-
-def blank(value: Value, in_order: bool = False) -> Tensor:
-    """Its memory; of filters that the kernels have in their order, if `in_order`."""
-    last = in_order and len(value.shape) == 4
-    order = torch.channels_last if last else torch.contiguous_format
-    return torch.empty(value.shape, dtype=value.dtype, memory_format=order)

@@ -9,12 +9,8 @@ from .rewrite import NOT_IN_A_STEP, Fusing, Row
 
 # of rows that lie apart
 _READERS = ("act", "add", "affine", "cast", "cat", "columns", "mul", "slice", "sum")
-_OF_EMBEDDING = (
-    "norm_act_grad",
-    "norm_backward",
-    "norm_grad_table",
-    "skip_backward",
-)  # which have gradients of it
+# which have gradients of it
+_OF_EMBEDDING = ("norm_act_grad", "norm_backward", "norm_grad_table", "skip_backward")
 _ROWS = {"emb", "scale", "shift", *AFTER}  # one for each image, which our kernels read so, too
 
 
@@ -66,7 +62,9 @@ def side_by_side(f: Fusing, node: Node) -> Value | None:
     made = [f.uncast(part) for part in parts]
     low = node.out.dtype != node.out.exact and all(
         len(x.shape) == 2
-        and (f.maker(x, *_OF_EMBEDDING) and f.reader(x, "cat", "cast") and f.reader(part, "cat"))
+        and f.maker(x, *_OF_EMBEDDING)
+        and f.reader(x, "cat", "cast")
+        and f.reader(part, "cat")
         for x, part in zip(made, parts, strict=True)
     )
     if not low and len(parts) == len(node.inputs):

@@ -17,8 +17,8 @@ def halves_of_dx(f: Fusing, node: Node) -> Value | None:
         return None
     if not all(p is not None and p.keeps_size and p.out.shape == dx.shape for p in whole):
         return None
-    if any(p.inputs["weight"].numel > dx.numel for p in whole):
-        return None  # columns of filters are copies, too
+    if any(f.copies_less_of(dx, p.inputs["weight"]) for p in whole):
+        return None
     if add is not None and any(f.reader(p.out, "add") is not add for p in whole):
         return None
     for half in halves:

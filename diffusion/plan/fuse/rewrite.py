@@ -87,6 +87,11 @@ class Fusing:
         width = -(-value.shape[-1] // self.few) * self.few
         return width if width != value.shape[-1] or value.dtype == torch.float32 else None
 
+    def copies_less_of(self, images: Value, filters: Value) -> bool:
+        """Whether parts of the images are less to copy than columns of filters, which other steps
+        than a `UNet`'s copy anew in each."""
+        return self.mode == "train" and filters.numel > images.numel
+
     def serves_upsampled(self, small: Value, channels: tuple[int, int], co: int) -> bool:
         """Whether there are kernels for a convolution of upsampled channels of the small image, and
         of channels beside them, and whether they pay, in both passes."""

@@ -170,6 +170,23 @@ def low_parameters(
 ) -> dict[Value, Place]:
     """Casts of parameters that `flat` has already, in the memory order of the kernels, and those of
     several, side by side, with zeros behind their rows. Their nodes go."""
+    found, nodes = _low_stacked(graph, names, flat), []
+    for node in graph.nodes:
+        x = node.inputs.get("x")
+        low = flat.get(names[x]) if node.op == "cast" and x in names else None
+        is_there = low is not None and low.dtype == node.out.dtype and x.shape == node.out.shape
+        if is_there and _is_of_kernels(low, x.shape):
+            found[node.out] = Place(names[x], x.shape)
+        else:
+            nodes.append(node)
+    graph.nodes = nodes
+    return found
+
+
+def _low_stacked(
+    graph: Graph, names: Mapping[Value, str], flat: Mapping[str, Tensor]
+) -> dict[Value, Place]:
+    """Those of several."""
     found: dict[Value, Place] = {}
     makers, readers = graph.producers(), graph.consumers()
     made: list[Node] = []
@@ -190,16 +207,6 @@ def low_parameters(
         if node.out in found or all(r in gone for r in readers.get(node.out, [None])):
             gone.add(node)
     graph.nodes = [node for node in graph.nodes if node not in gone]
-    nodes = []
-    for node in graph.nodes:
-        x = node.inputs.get("x")
-        low = flat.get(names[x]) if node.op == "cast" and x in names else None
-        is_there = low is not None and low.dtype == node.out.dtype and x.shape == node.out.shape
-        if is_there and _is_of_kernels(low, x.shape):
-            found[node.out] = Place(names[x], x.shape)
-        else:
-            nodes.append(node)
-    graph.nodes = nodes
     return found
 
 
